@@ -1,0 +1,35 @@
+"""The errors of mlxspec: each says what was expected, what came, and what to do."""
+
+from __future__ import annotations
+
+
+class MlxspecError(Exception):
+    """Base class of the errors below, so that a caller can catch them together."""
+
+
+class UnsupportedModel(MlxspecError, ValueError):
+    """The static engine cannot take this model; the message names the family and the reason."""
+
+
+class ModelNotFound(MlxspecError, ValueError):
+    """No model under that name: not a demo model, not a folder with a model, not on the hub."""
+
+
+class DemoModelError(MlxspecError, RuntimeError):
+    """A demo model could not be fetched, checked or converted; nothing half made was left behind."""
+
+
+class EngineBusy(MlxspecError, RuntimeError):
+    """One engine serves one sequence, and somebody else is using this one."""
+
+
+class RewindRefused(MlxspecError, RuntimeError):
+    """The state no longer holds what a rewind would need; the engine is as it was."""
+
+
+class NonFiniteLogits(MlxspecError, ArithmeticError):
+    """A row of logits holds no number at all, so there is no next token to choose."""
+
+
+class DrafterError(MlxspecError, ValueError):
+    """A drafter proposed something that is not a sequence of token ids of the target."""

@@ -1,0 +1,5 @@
+"""The scan: from rows of logits to the tokens they choose, with one meaning on every backend."""
+
+from mlxspec.scan.row_scan import LogitRowScan, RowScan
+
+__all__ = ["LogitRowScan", "RowScan"]

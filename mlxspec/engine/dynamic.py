@@ -1,0 +1,208 @@
+"""The dynamic-shape engine: mlx-lm's own forward and caches, for models that cannot be static."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+
+from mlxspec.engine.exclusive import Exclusive
+from mlxspec.engine.protocol import Capture, ProgressCallback, VerifyRows
+from mlxspec.engine.support import default_context_length, why_not_static
+from mlxspec.engine.tokens import TokenView, token_ids
+from mlxspec.errors import RewindRefused
+from mlxspec.scan import LogitRowScan
+
+
+class DynamicShapeEngine:
+    """Implements `SpeculativeEngine` one token at a time, as mlx-lm generates without drafts.
+
+    It takes no drafts and says why: mlx-lm's caches cannot all be rewound exactly, and some
+    silently keep what they were told to forget.
+
+    Args:
+        model: Any model of mlx-lm.
+        max_context_length: Most tokens of a sequence. Default: what the model's config declares.
+        prefill_step_size: Prompt tokens per prefill forward, as in mlx-lm.
+    """
+
+    verify_tile_width = 1
+    one_forward_draft_budget = 0
+    trace_count = 0
+    compiled: bool | None = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        max_context_length: int | None = None,
+        prefill_step_size: int = 2048,
+    ):
+        for name, value, least in (
+            ("max_context_length", max_context_length, 2),
+            ("prefill_step_size", prefill_step_size, 1),
+        ):
+            if value is not None and (not isinstance(value, int) or value < least):
+                raise ValueError(f"{name}: expected a number from {least} on, got {value!r}")
+        self._model = model
+        self._context_length = max_context_length or default_context_length(model, 1)
+        self._prefill_step_size = prefill_step_size
+        self._exclusive = Exclusive()
+        self._history: list[int] = []
+        self._caches = make_prompt_cache(model)
+        self._vocab_size = _row_width(model)
+        self._forward_count = 0
+        self._prefill_forward_count = 0
+        reason = why_not_static(model) or "it was asked for, though the static engine takes this model"
+        self.why_no_speculation: str | None = f"the dynamic engine decodes plainly: {reason}"
+
+    @property
+    def vocab_size(self) -> int:
+        """Entries in a row of logits; every token id lies below it."""
+        return self._vocab_size
+
+    @property
+    def max_context_length(self) -> int:
+        """Most tokens a sequence may have, prompt and output; the last is never processed."""
+        return self._context_length
+
+    @property
+    def tokens(self) -> TokenView:
+        """The history: every token the caches cover, as a read-only view."""
+        return TokenView(self._history)
+
+    @property
+    def processed_token_count(self) -> int:
+        """The cursor: how many tokens the caches cover."""
+        return len(self._history)
+
+    @property
+    def max_verify_block_length(self) -> int:
+        """One token, the anchor, or none where the context is full."""
+        return min(1, self._context_length - 1 - len(self._history))
+
+    @property
+    def forward_count(self) -> int:
+        """Decode forwards since the engine was made."""
+        return self._forward_count
+
+    @property
+    def prefill_forward_count(self) -> int:
+        """Prefill forwards since the engine was made."""
+        return self._prefill_forward_count
+
+    @property
+    def leased(self) -> bool:
+        """Whether somebody is generating with this engine now."""
+        return self._exclusive.leased
+
+    @property
+    def weights_unchanged(self) -> bool:
+        """True: every forward reads the model's present weights."""
+        return True
+
+    def lease(self) -> AbstractContextManager[None]:
+        """Hold the engine for one sequence; a second holder gets `EngineBusy`."""
+        return self._exclusive.lease()
+
+    def prefill(self, tokens: Sequence[int], progress: ProgressCallback | None = None) -> None:
+        """Process prompt tokens in steps of `prefill_step_size`; see the protocol.
+
+        Raises:
+            ValueError: An id outside the vocabulary, or more tokens than the context has room
+                for. The engine is as it was.
+            EngineBusy: Another thread is inside the engine.
+        """
+        with self._exclusive.call("prefill"):
+            ids = token_ids(tokens, self._vocab_size, "prefill")
+            room = self._context_length - 1 - len(self._history)
+            if len(ids) > room:
+                raise ValueError(
+                    f"prefill: expected at most {room} tokens, got {len(ids)}: the context holds "
+                    f"{self._context_length} tokens, the last of which is only emitted. Shorten "
+                    "the input or raise max_context_length"
+                )
+            if progress:
+                progress(0, len(ids))
+            for begin in range(0, len(ids), self._prefill_step_size):
+                step = ids[begin : begin + self._prefill_step_size]
+                self._model(mx.array([step]), cache=self._caches)
+                mx.eval([cache.state for cache in self._caches])
+                self._history += step
+                self._prefill_forward_count += 1
+                if progress:
+                    progress(begin + len(step), len(ids))
+            mx.clear_cache()
+
+    def verify(self, block: Sequence[int], capture: Capture = Capture()) -> VerifyRows:  # noqa: B008
+        """Process the anchor and say what follows it; see the protocol.
+
+        Raises:
+            ValueError: The block is not exactly one token of the vocabulary, or the context is
+                full. The engine is as it was.
+            EngineBusy: Another thread is inside the engine.
+        """
+        with self._exclusive.call("verify"):
+            ids = token_ids(block, self._vocab_size, "verify")
+            if len(ids) != 1:
+                raise ValueError(
+                    f"verify: the dynamic engine takes the anchor alone, got {len(ids)} tokens"
+                )
+            if not self.max_verify_block_length:
+                raise ValueError(
+                    f"verify: the context of {self._context_length} tokens is full; shorten the "
+                    "input or raise max_context_length"
+                )
+            logits = self._model(mx.array([ids]), cache=self._caches)[:, -1]
+            rows = LogitRowScan(top_k=capture.top_k)(logits)
+            mx.eval(rows.argmax, rows.nan_count, logits)
+            self._history += ids
+            self._forward_count += 1
+            return VerifyRows(
+                rows.argmax.tolist(),
+                rows.nan_count.tolist(),
+                1,
+                logits if capture.logits else None,
+                rows.top_values,
+                rows.top_indices,
+            )
+
+    def allows_rewind(self, to: int) -> bool:
+        """Whether `reset(to)` would succeed: always to 0, else where mlx-lm can trim its caches."""
+        if not 0 <= to <= len(self._history):
+            return False
+        return to in (0, len(self._history)) or can_trim_prompt_cache(self._caches)
+
+    def reset(self, to: int) -> None:
+        """Shorten history and cursor to `to` tokens.
+
+        Raises:
+            ValueError: `to` lies outside 0..processed_token_count.
+            RewindRefused: The caches cannot forget. The engine is as it was.
+            EngineBusy: Another thread is inside the engine.
+        """
+        with self._exclusive.call("reset"):
+            processed = len(self._history)
+            if not 0 <= to <= processed:
+                raise ValueError(
+                    f"reset: expected a length from 0 to {processed}, the tokens processed so far, "
+                    f"got {to}"
+                )
+            if not self.allows_rewind(to):
+                raise RewindRefused(
+                    f"reset: these caches cannot go back from {processed} tokens to {to}; reset(0) "
+                    "and process the prompt again"
+                )
+            if to == 0:
+                self._caches = make_prompt_cache(self._model)
+            elif to < processed:
+                trim_prompt_cache(self._caches, processed - to)
+            del self._history[to:]
+
+
+def _row_width(model: nn.Module) -> int:
+    """Entries in a row of logits, from a forward that is traced and never computed."""
+    return model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1]

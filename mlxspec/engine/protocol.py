@@ -1,0 +1,122 @@
+"""What a decoder may ask of an engine, whichever way the engine runs the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import mlx.core as mx
+
+ProgressCallback = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What `verify` brings back besides the argmax of every row; part of a tile's identity.
+
+    Attributes:
+        logits: Bring the logits themselves.
+        top_k: Bring this many of the largest logits of every row and their ids; 0 brings none.
+    """
+
+    logits: bool = False
+    top_k: int = 0
+
+    def __post_init__(self) -> None:
+        if self.top_k < 0:
+            raise ValueError(f"top_k: expected 0 or more, got {self.top_k}")
+
+
+@dataclass(frozen=True)
+class VerifyRows:
+    """What the model says after each token of a verified block: row i follows block[i].
+
+    Attributes:
+        argmax: The model's own next token after each row, [len(block)].
+        nan_count: How many logits of each row were NaN, [len(block)].
+        forwards: How many forwards the block took; 1 for an aligned block.
+        logits: [len(block), vocab] in the model's dtype, if captured.
+        top_values: [len(block), k] float, largest first, if captured.
+        top_indices: [len(block), k] uint32, the ids of `top_values`, if captured.
+    """
+
+    argmax: list[int]
+    nan_count: list[int]
+    forwards: int
+    logits: mx.array | None = None
+    top_values: mx.array | None = None
+    top_indices: mx.array | None = None
+
+
+@runtime_checkable
+class SpeculativeEngine(Protocol):
+    """A model with a state that covers the first `processed_token_count` tokens of one sequence.
+
+    Between calls the state covers every token of `tokens`; the token that follows them (the
+    anchor) is the first of the next block. A call that raises leaves the engine as it was.
+    """
+
+    @property
+    def vocab_size(self) -> int:
+        """Entries in a row of logits; every token id lies below it."""
+
+    @property
+    def max_context_length(self) -> int:
+        """Most tokens a sequence may have, prompt and output; the last is never processed."""
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """The history: every token the state covers, as a read-only view."""
+
+    @property
+    def processed_token_count(self) -> int:
+        """The cursor: how many tokens the state covers, and the position of the anchor."""
+
+    @property
+    def verify_tile_width(self) -> int:
+        """Rows of the widest decode tile."""
+
+    @property
+    def one_forward_draft_budget(self) -> int:
+        """How many drafts after an anchor at the cursor fit one forward; never below 0."""
+
+    @property
+    def max_verify_block_length(self) -> int:
+        """The longest block `verify` takes from the present cursor, in however many forwards."""
+
+    @property
+    def forward_count(self) -> int:
+        """Decode forwards since the engine was made."""
+
+    @property
+    def prefill_forward_count(self) -> int:
+        """Prefill forwards since the engine was made."""
+
+    @property
+    def trace_count(self) -> int:
+        """How often a graph was traced since the engine was made; 0 where nothing is traced."""
+
+    @property
+    def compiled(self) -> bool | None:
+        """Whether MLX compiles the graphs; None until a second call of one tile could tell."""
+
+    @property
+    def why_no_speculation(self) -> str | None:
+        """Why this engine takes no drafts, or None if it does."""
+
+    def prefill(self, tokens: Sequence[int], progress: ProgressCallback | None = None) -> None:
+        """Extend the history by `tokens` and process them; no logits are computed."""
+
+    def verify(self, block: Sequence[int], capture: Capture = ...) -> VerifyRows:
+        """Extend the history by `block` (anchor, then drafts), process it, and say what follows."""
+
+    def allows_rewind(self, to: int) -> bool:
+        """Whether `reset(to)` would succeed."""
+
+    def reset(self, to: int) -> None:
+        """Shorten history and cursor to `to` tokens."""
+
+    def lease(self) -> AbstractContextManager[None]:
+        """Hold the engine for one sequence; a second holder gets `EngineBusy`."""

@@ -1,0 +1,32 @@
+"""The span rule: how many key slots a position attends to, as a function of the position alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SpanRule:
+    """Buckets of key slots that grow with the position.
+
+    Attention may sum in another order for another number of keys, so a position must meet the
+    same span with drafting and without: the span depends on the position and on nothing else.
+    Every new bucket is a new graph, and every slot past the position is work for nothing. Buckets
+    of `step` slots up to sixteen steps, then eight buckets per doubling, keep the waste under an
+    eighth from there on and the number of graphs logarithmic in the length.
+
+    Attributes:
+        step: Slots in the smallest bucket; every bucket is a multiple of it.
+    """
+
+    step: int = 256
+
+    def __post_init__(self) -> None:
+        if self.step < 1:
+            raise ValueError(f"span step: expected a positive number of slots, got {self.step}")
+
+    def span(self, position: int) -> int:
+        """The smallest bucket above `position`, in slots."""
+        doublings = max(0, (position // self.step).bit_length() - 4)
+        bucket = self.step << doublings
+        return (position // bucket + 1) * bucket

@@ -1,0 +1,117 @@
+"""The compiled forwards of fixed width, and the count of their traces."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxspec.engine.caches import StaticKVCache, causal_mask
+from mlxspec.engine.protocol import Capture
+from mlxspec.scan import LogitRowScan
+
+TileFunction = Callable[[mx.array, mx.array, list[mx.array]], tuple[list[mx.array], list[mx.array]]]
+
+
+@dataclass(frozen=True)
+class TileKey:
+    """What makes one graph differ from another.
+
+    Attributes:
+        width: Rows.
+        span: Slots every row attends to.
+        capacity: Slots of the state's arrays; it only changes where the span does.
+        capture: What the rows bring back; None for prefill, whose logits are never computed.
+    """
+
+    width: int
+    span: int
+    capacity: int
+    capture: Capture | None
+
+
+class Tiles:
+    """Traces a tile when it is first needed and keeps it.
+
+    The model's weights are constants of the graphs: hundreds of arrays as arguments would cost
+    more per call than a small model's forward. MLX's compile cache belongs to a thread, so a
+    tile is traced once per thread that calls it.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._tiles: dict[TileKey, TileFunction] = {}
+        self._traced = _TracedInThisThread()
+        self._compiled: bool | None = None
+        self.trace_count = 0
+
+    def get(self, key: TileKey) -> TileFunction:
+        """The compiled forward of this key.
+
+        Returns:
+            A function of (tokens int32 [1, width], start int32 [], arrays) that returns
+            (outputs, arrays). The arrays are the layers' keys and values in turn; those passed
+            in are consumed. Outputs are `[]` for prefill, else int32 [2, width] with the argmax
+            and the NaN count of every row, then what `capture` names, in its order.
+        """
+        tile = self._tiles.get(key)
+        if tile is None:
+            tile = self._tiles[key] = mx.compile(self._forward(key))
+        elif key in self._traced.keys and self._compiled is None:
+            self._compiled = True
+        return tile
+
+    @property
+    def compiled(self) -> bool | None:
+        """Whether MLX compiles: None until a tile has been called twice by one thread.
+
+        Where MLX cannot compile (no C++ compiler on Linux) it runs the Python function at every
+        call, which shows as a second trace of one key in one thread.
+        """
+        return self._compiled
+
+    def forget_other_capacities(self, capacity: int) -> None:
+        """Drop the tiles whose arrays had another capacity: they cannot be called again."""
+        self._tiles = {key: tile for key, tile in self._tiles.items() if key.capacity == capacity}
+
+    def _forward(self, key: TileKey) -> TileFunction:
+        model = self._model
+
+        def forward(
+            tokens: mx.array, start: mx.array, arrays: list[mx.array]
+        ) -> tuple[list[mx.array], list[mx.array]]:
+            self._count_trace(key)
+            mask = causal_mask(key.width, key.span, start)
+            caches = [
+                StaticKVCache(keys, values, start, mask)
+                for keys, values in zip(arrays[0::2], arrays[1::2], strict=True)
+            ]
+            logits = model(tokens, cache=caches)[0]
+            updated = [array for cache in caches for array in (cache.keys, cache.values)]
+            if key.capture is None:
+                return [], updated
+            rows = LogitRowScan(top_k=key.capture.top_k)(logits)
+            outputs = [mx.stack([rows.argmax.astype(mx.int32), rows.nan_count.astype(mx.int32)])]
+            if key.capture.logits:
+                outputs.append(logits)
+            if rows.top_values is not None and rows.top_indices is not None:
+                outputs += [rows.top_values, rows.top_indices]
+            return outputs, updated
+
+        return forward
+
+    def _count_trace(self, key: TileKey) -> None:
+        self.trace_count += 1
+        if key in self._traced.keys:
+            self._compiled = False
+        self._traced.keys.add(key)
+
+
+class _TracedInThisThread(threading.local):
+    """The keys the calling thread has traced."""
+
+    def __init__(self) -> None:
+        self.keys: set[TileKey] = set()

@@ -16,7 +16,7 @@ class ModelNotFound(MlxspecError, ValueError):
 
 
 class DemoModelError(MlxspecError, RuntimeError):
-    """A demo model could not be fetched, checked or converted; nothing half made was left behind."""
+    """A demo model could not be fetched, checked or converted; nothing half made is left."""
 
 
 class EngineBusy(MlxspecError, RuntimeError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -56,7 +57,7 @@ class DynamicShapeEngine:
         self._vocab_size = _row_width(model)
         self._forward_count = 0
         self._prefill_forward_count = 0
-        reason = why_not_static(model) or "it was asked for, though the static engine takes this model"
+        reason = why_not_static(model) or "it was asked for"
         self.why_no_speculation: str | None = f"the dynamic engine decodes plainly: {reason}"
 
     @property
@@ -158,12 +159,11 @@ class DynamicShapeEngine:
                 )
             logits = self._model(mx.array([ids]), cache=self._caches)[:, -1]
             rows = LogitRowScan(top_k=capture.top_k)(logits)
-            mx.eval(rows.argmax, rows.nan_count, logits)
             self._history += ids
             self._forward_count += 1
+            head: Any = mx.stack([rows.argmax, rows.nan_count]).tolist()
             return VerifyRows(
-                rows.argmax.tolist(),
-                rows.nan_count.tolist(),
+                *head,
                 1,
                 logits if capture.logits else None,
                 rows.top_values,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -248,7 +248,7 @@ class StaticShapeEngine:
         with self._exclusive.call("verify"):
             ids = token_ids(block, self._vocab_size, "verify")
             if not ids:
-                raise ValueError("verify: expected a block of at least the anchor, got an empty one")
+                raise ValueError("verify: expected at least the anchor, got an empty block")
             self._require_room(len(ids), "verify")
             try:
                 self._history += ids
@@ -306,13 +306,14 @@ class StaticShapeEngine:
         argmax: list[int] = []
         nan_count: list[int] = []
         for tile in tiles:
-            tile_argmax, tile_nan_count = tile.outputs[0].tolist()
+            head: Any = tile.outputs[0].tolist()
+            tile_argmax, tile_nan_count = head
             if any(tile_nan_count):
                 self._non_finite_until = max(self._non_finite_until, tile.end)
             argmax += tile_argmax[tile.rows]
             nan_count += tile_nan_count[tile.rows]
         captured = [
-            mx.concatenate(parts) if len(parts) > 1 else parts[0]
+            mx.concatenate(list(parts)) if len(parts) > 1 else parts[0]
             for parts in zip(*([o[t.rows] for o in t.outputs[1:]] for t in tiles), strict=True)
         ]
         logits = captured.pop(0) if capture.logits else None
@@ -461,7 +462,8 @@ def _checked_context_length(asked: int | None, model: nn.Module, widest_tile: in
 
 
 def _weights(model: nn.Module) -> list[mx.array]:
-    return [array for _, array in tree_flatten(model.parameters())]
+    flat: Any = tree_flatten(model.parameters())
+    return [array for _, array in flat]
 
 
 def _warm_up(model: nn.Module) -> tuple[list[LayerShape], int]:

@@ -14,7 +14,7 @@ from mlxspec.errors import UnsupportedModel
 # Modules of mlx_lm.models that the test suite builds from a tiny config and compares, token for
 # token, with mlx-lm's own decoding. A family that is not here is refused, not guessed at: some
 # models read their position off the keys' length and would be silently wrong.
-STATIC_FAMILIES = frozenset()
+STATIC_FAMILIES: frozenset[str] = frozenset()
 
 # Reasons a person can act on, for families whose caches look plain and are not.
 _REFUSED_FAMILIES = {
@@ -65,7 +65,8 @@ def why_not_static(model: nn.Module) -> str | None:
     for _, module in model.named_modules():
         if type(module).__name__ == "DynamicNTKScalingRoPE":
             return f"{family}: its rope type 'dynamic' changes every key with the length"
-    foreign = sorted({_name(cache) for cache in make_prompt_cache(model) if _name(cache)})
+    kinds = [_foreign_kind(cache) for cache in make_prompt_cache(model)]
+    foreign = sorted({kind for kind in kinds if kind is not None})
     if foreign:
         return f"{family} has {' and '.join(foreign)}, which the static engine cannot rewind yet"
     if family not in STATIC_FAMILIES:
@@ -113,7 +114,7 @@ def _declared_context(model: nn.Module) -> int | None:
     return None
 
 
-def _name(cache: object) -> str | None:
+def _foreign_kind(cache: object) -> str | None:
     """How a person would call a layer kind that is not full attention; None if it is."""
     if type(cache) is KVCache:
         return None

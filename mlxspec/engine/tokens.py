@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import overload
+from typing import Any, overload
 
 import mlx.core as mx
 import numpy as np
@@ -16,13 +16,13 @@ class TokenView(Sequence[int]):
     make a round cost the length of the context, and the list itself could be changed by mistake.
 
     Args:
-        tokens: The owner's list; the view follows its growth.
+        tokens: The owner's list, or a view of it; this view follows its growth.
         last: A token that follows the list (the anchor, which no forward has processed yet).
     """
 
     __slots__ = ("_last", "_tokens")
 
-    def __init__(self, tokens: list[int], last: int | None = None):
+    def __init__(self, tokens: Sequence[int], last: int | None = None):
         self._tokens = tokens
         self._last = last
 
@@ -37,7 +37,7 @@ class TokenView(Sequence[int]):
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             if step == 1 and stop <= len(self._tokens):
-                return self._tokens[start:stop]
+                return list(self._tokens[start:stop])
             return [self[i] for i in range(start, stop, step)]
         if index < 0:
             index += len(self)
@@ -63,7 +63,9 @@ class TokenView(Sequence[int]):
         return f"TokenView({list(self)!r})"
 
 
-def token_ids(tokens: Sequence[int] | mx.array | np.ndarray, vocab_size: int, what: str) -> list[int]:
+def token_ids(
+    tokens: Sequence[int] | mx.array | np.ndarray, vocab_size: int, what: str
+) -> list[int]:
     """Token ids as Python integers, each checked against the vocabulary.
 
     Args:
@@ -77,19 +79,16 @@ def token_ids(tokens: Sequence[int] | mx.array | np.ndarray, vocab_size: int, wh
     """
     if isinstance(tokens, str | bytes):
         raise TypeError(f"{what}: expected token ids, got text; encode it with the tokenizer first")
-    if isinstance(tokens, mx.array | np.ndarray):
-        if tokens.ndim != 1:
-            raise TypeError(
-                f"{what}: expected one flat sequence of token ids, got an array of shape "
-                f"{tuple(tokens.shape)}"
-            )
-        tokens = tokens.tolist()
+    if isinstance(tokens, mx.array | np.ndarray) and tokens.ndim != 1:
+        raise TypeError(
+            f"{what}: expected one flat sequence of token ids, got an array of shape "
+            f"{tuple(tokens.shape)}"
+        )
+    values: Any = tokens.tolist() if isinstance(tokens, mx.array | np.ndarray) else tokens
     ids: list[int] = []
-    for index, token in enumerate(tokens):
+    for index, token in enumerate(values):
         if isinstance(token, bool) or not hasattr(token, "__index__"):
-            raise TypeError(
-                f"{what}: expected integers, got {token!r} ({type(token).__name__}) at index {index}"
-            )
+            raise TypeError(f"{what}: expected integers, got {token!r} at index {index}")
         token = token.__index__()
         if not 0 <= token < vocab_size:
             raise ValueError(

@@ -1,0 +1,84 @@
+"""What speculation did: counted as it happens, so that nothing about it is silent."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class SpeculationStats:
+    """Counters of one generation, or of several if the same object is passed on.
+
+    Attributes:
+        why_off: Why nothing is drafted; None where speculation is on.
+        compiled: Whether MLX compiles the engine's graphs; None where it could not tell yet.
+        rounds: Times the decoder drafted, verified and accepted.
+        plain_rounds: Rounds whose draft was empty.
+        forwards: Decode forwards; equal to `rounds` while proposals are aligned.
+        prompt_tokens: Tokens of the prompt.
+        prefill_forwards: Forwards over the prompt.
+        drafted: Draft tokens verified.
+        accepted: Draft tokens the model agreed with.
+        emitted: Tokens emitted.
+        traces: Graphs traced; none after warm-up inside one span.
+        nan_rows: Emitted tokens whose row of logits held NaNs beside numbers.
+        seconds: Wall time in parts: "prefill", "draft", "verify".
+    """
+
+    why_off: str | None = None
+    compiled: bool | None = None
+    rounds: int = 0
+    plain_rounds: int = 0
+    forwards: int = 0
+    prompt_tokens: int = 0
+    prefill_forwards: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    emitted: int = 0
+    traces: int = 0
+    nan_rows: int = 0
+    seconds: dict[str, float] = field(
+        default_factory=lambda: {"prefill": 0.0, "draft": 0.0, "verify": 0.0}
+    )
+
+    @property
+    def speculating(self) -> bool:
+        """Whether drafts are made at all."""
+        return self.why_off is None
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted per drafted token, 0 where nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Emitted tokens per decode forward; 1 is what plain decoding has."""
+        return self.emitted / self.forwards if self.forwards else 0.0
+
+    @property
+    def forwards_saved(self) -> int:
+        """Forwards that plain decoding would have needed beyond these."""
+        return self.emitted - self.forwards
+
+    def summary(self) -> str:
+        """One line for a person."""
+        if self.why_off is not None:
+            line = f"Speculation: off ({self.why_off}); {self.forwards} forwards"
+        else:
+            line = (
+                f"Speculation: {self.rounds} rounds, {self.forwards} forwards, "
+                f"{self.drafted} drafted, {self.accepted} accepted "
+                f"({self.acceptance_rate:.0%}), {self.forwards_saved} forwards saved "
+                f"({self.tokens_per_forward:.2f} tokens per forward)"
+            )
+        return line + ("; uncompiled" if self.compiled is False and not self.why_off else "")
+
+    def as_dict(self) -> dict[str, Any]:
+        """The counters and the ratios made of them, ready for JSON."""
+        return asdict(self) | {
+            "acceptance_rate": self.acceptance_rate,
+            "tokens_per_forward": self.tokens_per_forward,
+            "forwards_saved": self.forwards_saved,
+        }

@@ -159,11 +159,13 @@ class DynamicShapeEngine:
                 )
             logits = self._model(mx.array([ids]), cache=self._caches)[:, -1]
             rows = LogitRowScan(top_k=capture.top_k)(logits)
+            head: Any = mx.stack([rows.argmax, rows.nan_count]).tolist()
+            argmax, nan_count = head
             self._history += ids
             self._forward_count += 1
-            head: Any = mx.stack([rows.argmax, rows.nan_count]).tolist()
             return VerifyRows(
-                *head,
+                argmax,
+                nan_count,
                 1,
                 logits if capture.logits else None,
                 rows.top_values,

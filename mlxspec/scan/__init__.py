@@ -1,5 +1,5 @@
 """The scan: from rows of logits to the tokens they choose, with one meaning on every backend."""
 
-from mlxspec.scan.row_scan import LogitRowScan, RowScan
+from mlxspec.scan.row_scan import Agreement, LogitRowScan, RowScan
 
-__all__ = ["LogitRowScan", "RowScan"]
+__all__ = ["Agreement", "LogitRowScan", "RowScan"]

@@ -120,3 +120,38 @@ def largest(values: mx.array, top_k: int) -> mx.array:
         keys = mx.partition(keys, vocab - top_k, axis=-1)[:, vocab - top_k :]
     ascending = mx.sort(keys, axis=-1)
     return (vocab - 1 - (ascending[:, ::-1] & 0xFFFFFFFF)).astype(mx.uint32)
+
+
+def agreement(
+    argmax: mx.array, nan_count: mx.array, vocab: int, draft: mx.array, first_row: mx.array
+) -> mx.array:
+    """Count how many draft tokens the rows confirm, from the row where the block starts.
+
+    Args:
+        argmax: [rows] uint32.
+        nan_count: [rows] uint32.
+        vocab: Width of a row.
+        draft: [rows] integers, the token guessed to follow each row; negative for none.
+        first_row: [1] integer.
+
+    Returns:
+        [4] uint32, the fields of `row_scan.Agreement` in order.
+    """
+    rows = argmax.shape[0]
+    row = mx.arange(rows, dtype=mx.int32)
+    first = first_row.astype(mx.int32)
+    confirmed = (argmax.astype(mx.int32) == draft.astype(mx.int32)) & (row < rows - 1)
+    run = mx.cumprod(((row < first) | confirmed).astype(mx.int32), axis=0)
+    accepted = mx.sum(mx.where(row < first, 0, run), keepdims=True)
+    last = first + accepted
+    used = (row >= first) & (row <= last)
+    nans = mx.sum(mx.where(used, nan_count, mx.array(0, mx.uint32)), keepdims=True)
+    empty = used & (nan_count == vocab)
+    return mx.concatenate(
+        [
+            accepted.astype(mx.uint32),
+            mx.take(argmax, last),
+            nans.astype(mx.uint32),
+            mx.min(mx.where(empty, row, rows), keepdims=True).astype(mx.uint32),
+        ]
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
 from collections.abc import Collection, Generator, Mapping, Sequence
@@ -53,6 +54,9 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
 }
 
 
+_CHOOSING = threading.Lock()
+
+
 @dataclass
 class GenerationResponse(MlxLmResponse):
     """mlx-lm's response, field for field, and what speculation did.
@@ -92,14 +96,7 @@ def generate_step(
         ValueError: An argument is out of range or cannot be honoured.
         UnsupportedModel: The static engine cannot take the model.
     """
-    decoder = make_decoder(model, **options)
-    emissions = decoder.generate(
-        prompt,
-        max_tokens=max_tokens,
-        stop_tokens=stop_tokens,
-        capture_logits=True,
-        progress=prompt_progress_callback,
-    )
+    emissions, _ = _begin(model, prompt, max_tokens, stop_tokens, prompt_progress_callback, options)
 
     def steps() -> Generator[tuple[int, mx.array, bool], None, None]:
         with closing(emissions):
@@ -139,15 +136,10 @@ def stream_generate(
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     ids = encode(tokenizer, prompt) if isinstance(prompt, str) else prompt
-    decoder = make_decoder(model, **options)
-    emissions = decoder.generate(
-        ids,
-        max_tokens=max_tokens,
-        stop_tokens=tokenizer.eos_token_ids,
-        capture_logits=True,
-        progress=prompt_progress_callback,
+    emissions, stats = _begin(
+        model, ids, max_tokens, tokenizer.eos_token_ids, prompt_progress_callback, options
     )
-    return _responses(model, tokenizer, len(ids), emissions, decoder.stats)
+    return _responses(model, tokenizer, len(ids), emissions, stats)
 
 
 def generate(
@@ -266,6 +258,27 @@ def report(response: GenerationResponse) -> str:
     return "\n".join(lines)
 
 
+def _begin(
+    model: nn.Module,
+    prompt: Sequence[int] | mx.array | np.ndarray,
+    max_tokens: int,
+    stop_tokens: Collection[int],
+    progress: ProgressCallback | None,
+    options: Mapping[str, Any],
+) -> tuple[Generator[Emission, None, None], SpeculationStats]:
+    """Choose an engine and hold it, in one step: two threads must not be given the same one."""
+    with _CHOOSING:
+        decoder = make_decoder(model, **options)
+        emissions = decoder.generate(
+            prompt,
+            max_tokens=max_tokens,
+            stop_tokens=stop_tokens,
+            capture_logits=True,
+            progress=progress,
+        )
+    return emissions, decoder.stats
+
+
 def _responses(
     model: nn.Module,
     tokenizer: TokenizerWrapper,
@@ -308,7 +321,7 @@ def _refuse_options(options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if name in _REFUSED:
             neutral, reason = _REFUSED[name]
-            if value is not neutral and value != neutral:
+            if value is not None and (neutral is None or value != neutral):
                 raise ValueError(f"{name}={value!r} cannot be honoured: {reason}")
         elif name in _WITHOUT_EFFECT:
             if not any(value is neutral or value == neutral for neutral in _WITHOUT_EFFECT[name]):

@@ -42,6 +42,9 @@ class Emission(NamedTuple):
     finish_reason: FinishReason | None
 
 
+_HELD = Emission(-1, False, None, None)
+
+
 class SpeculativeDecoder:
     """Emits what the engine's model would say by itself, in fewer forwards.
 
@@ -79,9 +82,9 @@ class SpeculativeDecoder:
     ) -> Generator[Emission, None, None]:
         """Begin a new sequence with `prompt` and emit what follows it.
 
-        Everything is checked before the engine is touched, at the call and not at the first token.
-        However the generation ends, closed by the consumer included, the engine covers the prompt
-        and what was emitted but for the last token.
+        Everything is checked at the call, before the engine is touched, and the engine is held
+        from the call until the generator ends or is closed. However it ends, the engine then
+        covers the prompt and what was emitted but for the last token.
 
         Args:
             prompt: Token ids, [n] with 1 <= n < max_context_length.
@@ -93,13 +96,17 @@ class SpeculativeDecoder:
         Raises:
             ValueError: The prompt is empty, too long or outside the vocabulary, or `max_tokens`
                 is 0 or below -1.
-            EngineBusy: The engine is generating for somebody else (at the first token).
+            EngineBusy: The engine is generating for somebody else.
             DrafterError: The drafter proposed something that is no token of the target.
             NonFiniteLogits: A row of logits was NaN throughout.
         """
         ids = token_ids(prompt, self.engine.vocab_size, "prompt")
         self._check(ids, max_tokens)
-        return self._generate(ids, max_tokens, frozenset(stop_tokens), capture_logits, progress)
+        emissions = self._generate(
+            ids, max_tokens, frozenset(stop_tokens), capture_logits, progress
+        )
+        next(emissions)
+        return emissions
 
     def _generate(
         self,
@@ -111,6 +118,9 @@ class SpeculativeDecoder:
     ) -> Generator[Emission, None, None]:
         engine = self.engine
         with engine.lease():
+            # The first `next`, inside `generate`: the engine is held from the call on, and an
+            # emission generator that is closed or forgotten before its first token frees it.
+            yield _HELD
             self._prefill(prompt, progress)
             anchor = prompt[-1]
             room = engine.max_context_length - len(prompt)
@@ -119,11 +129,17 @@ class SpeculativeDecoder:
                 cursor = engine.processed_token_count
                 draft = self._draft(anchor, wanted)
                 rows = self._verify([anchor, *draft], capture_logits)
+                if draft and self._any_row_without_a_number(rows):
+                    # 0 * NaN is NaN: on CPU a draft that is no number reaches the rows that do
+                    # not even see it. Without it the model says what it says by itself.
+                    engine.reset(cursor)
+                    draft = []
+                    rows = self._verify([anchor], capture_logits)
                 accepted = count_accepted(draft, rows.argmax)
                 tokens, reason = cut_at_stop(rows.argmax[: accepted + 1], stop_tokens, wanted)
                 self._require_numbers(rows, len(tokens), cursor)
                 engine.reset(cursor + len(tokens))
-                self._count_round(draft, accepted, rows)
+                self._count_round(draft, accepted)
                 emitted = 0
                 try:
                     for row, token in enumerate(tokens):
@@ -209,6 +225,7 @@ class SpeculativeDecoder:
         begin = time.perf_counter()
         traces = self.engine.trace_count
         rows = self.engine.verify(block, Capture(logits=capture_logits))
+        self.stats.forwards += rows.forwards
         self.stats.traces += self.engine.trace_count - traces
         self.stats.seconds["verify"] += time.perf_counter() - begin
         return rows
@@ -234,11 +251,13 @@ class SpeculativeDecoder:
                     )
                 self.stats.nan_rows += 1
 
-    def _count_round(self, draft: list[int], accepted: int, rows: VerifyRows) -> None:
+    def _any_row_without_a_number(self, rows: VerifyRows) -> bool:
+        return self.engine.vocab_size in rows.nan_count
+
+    def _count_round(self, draft: list[int], accepted: int) -> None:
         stats = self.stats
         stats.rounds += 1
         stats.plain_rounds += not draft
-        stats.forwards += rows.forwards
         stats.drafted += len(draft)
         stats.accepted += accepted
         stats.compiled = self.engine.compiled
@@ -274,13 +293,15 @@ def _checked_proposal(
     drafter: Drafter, history: TokenView, budget: int, vocab_size: int
 ) -> list[int]:
     """Ask for a proposal, cut it to the budget, and refuse what is no token of the target."""
-    name = type(drafter).__name__
-    proposal = drafter.propose(history, budget)
+    proposal: object = drafter.propose(history, budget)
+    name = f"drafter {type(drafter).__name__}"
     try:
-        return token_ids(list(proposal[:budget]), vocab_size, f"drafter {name}")
+        if not isinstance(proposal, Sequence | mx.array | np.ndarray):
+            raise TypeError(f"{name}: expected a sequence of token ids, got {proposal!r}")
+        return token_ids(proposal[:budget], vocab_size, name)
     except (TypeError, ValueError) as problem:
         raise DrafterError(
-            f"{problem}. propose(history, budget) must return a sequence of token ids of the target"
+            f"{problem}. propose(history, budget) must return ids of the target's vocabulary"
         ) from problem
 
 

@@ -1,0 +1,1 @@
+"""The promises of mlxspec, each with tests that fail when it is broken."""

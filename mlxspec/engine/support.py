@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,19 +13,37 @@ from mlx_lm.utils import _get_classes
 from mlxspec.errors import UnsupportedModel
 
 # Modules of mlx_lm.models that the test suite builds from a tiny config and compares, token for
-# token, with mlx-lm's own decoding. A family that is not here is refused, not guessed at: some
-# models read their position off the keys' length and would be silently wrong.
-STATIC_FAMILIES: frozenset[str] = frozenset()
+# token and row for row, with mlx-lm's own decoding. A family that is not here is refused, not
+# guessed at: some models read their position off the keys' length and would be silently wrong.
+# fmt: off
+STATIC_FAMILIES: frozenset[str] = frozenset({
+    "apertus", "bailing_moe", "cohere", "deepseek", "deepseek_v2", "dots1", "ernie4_5",
+    "ernie4_5_moe", "exaone", "gemma", "gemma2", "glm", "glm4", "glm4_moe", "gpt2", "gpt_neox",
+    "gptj", "granite", "granitemoe", "helium", "hunyuan", "hunyuan_v1_dense", "internlm2",
+    "internlm3", "Klear", "lille-130m", "llama", "qwen3_moe",
+})
+# fmt: on
+
+_COMPRESSED_KEYS = (
+    "it computes attention in one way for one row and in another, which expands all compressed "
+    "keys, for several, so that their results differ"
+)
 
 # Reasons a person can act on, for families whose caches look plain and are not.
 _REFUSED_FAMILIES = {
     "afm7": "it takes positions from the length of the keys, which is fixed here",
+    "bitnet": "its matrices are multiplied by a kernel that exists for Metal alone",
     "dbrx": "its experts are chosen on the host inside the forward, which cannot be compiled",
+    "deepseek_v3": _COMPRESSED_KEYS,
+    "glm4_moe_lite": _COMPRESSED_KEYS,
     "gpt_bigcode": "it reads the cache's position on the host, which cannot be compiled",
-    "mamba": "its recurrent state cannot be rewound yet",
-    "phi3small": "its block-sparse attention takes positions from the length of the keys",
+    "kimi_k25": _COMPRESSED_KEYS,
+    "kimi_vl": _COMPRESSED_KEYS,
     "llama4": "its chunked attention forgets keys that a rewind would need",
-    "llama4_text": "its chunked attention forgets keys that a rewind would need",
+    "mamba": "its recurrent state cannot be rewound yet",
+    "mistral4": _COMPRESSED_KEYS,
+    "olmo": "mlx-lm's own forward fails on a prompt of more than two tokens",
+    "phi3small": "its block-sparse attention takes positions from the length of the keys",
 }
 
 # Position tables, not rotations: a padding row past the table would read foreign memory.
@@ -60,8 +79,10 @@ def why_not_static(model: nn.Module) -> str | None:
     family = family_of(model)
     if not type(model).__module__.startswith("mlx_lm.models."):
         return f"{family} is a model of its own code, and only mlx-lm's are known to be exact here"
-    if reason := _REFUSED_FAMILIES.get(family):
-        return f"{family}: {reason}"
+    parts = _families_inside(model)
+    for part in (family, *sorted(parts - {family})):
+        if reason := _REFUSED_FAMILIES.get(part):
+            return f"{family}: {reason}" if part == family else f"{family} holds {part}: {reason}"
     for _, module in model.named_modules():
         if type(module).__name__ == "DynamicNTKScalingRoPE":
             return f"{family}: its rope type 'dynamic' changes every key with the length"
@@ -69,8 +90,9 @@ def why_not_static(model: nn.Module) -> str | None:
     foreign = sorted({kind for kind in kinds if kind is not None})
     if foreign:
         return f"{family} has {' and '.join(foreign)}, which the static engine cannot rewind yet"
-    if family not in STATIC_FAMILIES:
-        return f"{family} has not been checked to be exact in fixed-shape graphs"
+    for part in (family, *sorted(parts)):
+        if part not in STATIC_FAMILIES:
+            return f"{part} has not been checked to be exact in fixed-shape graphs"
     return None
 
 
@@ -112,6 +134,16 @@ def _declared_context(model: nn.Module) -> int | None:
             if isinstance(value, int) and value > 1:
                 return value
     return None
+
+
+def _families_inside(model: nn.Module) -> set[str]:
+    """The families whose code the model is built of; multimodal ones hold another's text model."""
+    modules = {type(module).__module__ for _, module in model.named_modules()}
+    return {
+        name.rpartition(".")[2]
+        for name in modules
+        if name.startswith("mlx_lm.models.") and hasattr(sys.modules[name], "Model")
+    }
 
 
 def _foreign_kind(cache: object) -> str | None:

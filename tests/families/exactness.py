@@ -1,0 +1,192 @@
+"""What it takes to call a family exact: the same ids, and the same rows bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlxspec import (
+    Capture,
+    SpeculativeDecoder,
+    SpeculativeDecodingOptions,
+    SpeculativeEngine,
+    StaticShapeEngine,
+)
+from mlxspec.engine.static import Placement
+from tests.hostile import PlannedDrafter
+
+Plan = Sequence[tuple[str, int]]
+
+# An oracle, a drafter that is right half of the time and a wrong one.
+PLANS: dict[str, Plan] = {
+    "right": [("right", 40)],
+    "half right": [("right then wrong", 6), ("empty", 0), ("right then wrong", 3)],
+    "wrong": [("wrong", 40)],
+}
+
+
+@dataclass(frozen=True)
+class Regime:
+    """A ladder and a placement to run a model under."""
+
+    widths: tuple[int, ...]
+    placement: Placement
+
+    def __str__(self) -> str:
+        return f"{self.placement} {'-'.join(map(str, self.widths))}"
+
+
+LADDER = Regime((1, 2, 4, 8, 16), "free")
+# 32 rows of two experts each take the path on which a MoE layer sorts its rows.
+WIDE = Regime((1, 32), "free")
+ONE_WIDTH = Regime((8,), "aligned")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A greedy continuation and where it comes from.
+
+    Attributes:
+        prompt: Token ids.
+        tokens: What mlx-lm says, one argmax of its raw logits after the other.
+        rows: Those logits, [len(tokens), vocab].
+    """
+
+    prompt: list[int]
+    tokens: list[int]
+    rows: np.ndarray
+
+    @property
+    def text(self) -> list[int]:
+        """Prompt and continuation."""
+        return self.prompt + self.tokens
+
+    @property
+    def context_length(self) -> int:
+        """A context in which the continuation ends a few positions before the last."""
+        return len(self.text) + 3
+
+
+@dataclass
+class Findings:
+    """What was found out about a model under one regime; nothing in `wrong` is fine.
+
+    Attributes:
+        wrong: Token ids that differ, and promises about graphs that do not hold.
+        stock_difference: Largest difference of a row from mlx-lm's own forward, one token at a
+            time under its own caches; 0 is bit for bit.
+        row_difference: The same, of a speculative row from a plain one.
+    """
+
+    wrong: list[str] = field(default_factory=list)
+    stock_difference: float = 0.0
+    row_difference: float = 0.0
+
+
+def stock_case(model: nn.Module, prompt_length: int, count: int) -> Case:
+    """Continue a random prompt with mlx-lm's forward and caches."""
+    caches = make_prompt_cache(model)
+    vocab_size = model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1]
+    rng = np.random.default_rng(prompt_length)
+    prompt = rng.integers(1, vocab_size - 1, size=prompt_length).tolist()
+    if prompt[:-1]:
+        model(mx.array([prompt[:-1]]), cache=caches)
+        mx.eval([cache.state for cache in caches])
+    tokens: list[int] = []
+    rows = []
+    for _ in range(count):
+        row = model(mx.array([[(prompt + tokens)[-1]]]), cache=caches)[0, -1]
+        rows.append(_exact(row))
+        tokens.append(int(mx.argmax(row).item()))
+    return Case(prompt, tokens, np.stack(rows))
+
+
+def mlx_lm_tokens(model: nn.Module, prompt: Sequence[int], count: int) -> list[int]:
+    """What mlx-lm generates, greedily."""
+    steps = generate_step(mx.array(prompt), model, max_tokens=count)
+    return [int(token) for token, _ in steps]
+
+
+def decode(
+    engine: SpeculativeEngine, case: Case, plan: Plan | None = None
+) -> tuple[list[int], np.ndarray]:
+    """The ids and rows that an engine gives, plainly or with drafts by plan."""
+    drafter = None if plan is None else PlannedDrafter(case.text, plan, engine.vocab_size)
+    options = SpeculativeDecodingOptions(num_draft_tokens=engine.verify_tile_width)
+    emissions = list(
+        SpeculativeDecoder(engine, drafter, options).generate(
+            case.prompt, max_tokens=len(case.tokens), capture_logits=True
+        )
+    )
+    rows = [_exact(emission.logits) for emission in emissions if emission.logits is not None]
+    return [emission.token for emission in emissions], np.stack(rows)
+
+
+def examine(model: nn.Module, case: Case, regime: Regime, span_step: int = 16) -> Findings:
+    """Run a case plainly, speculatively and with rewinds; spans are short so that many are met."""
+    found = Findings()
+    engine = StaticShapeEngine(
+        model,
+        max_context_length=case.context_length,
+        tile_widths=regime.widths,
+        placement=regime.placement,
+        prefill_step_size=32,
+        span_step=span_step,
+    )
+
+    def compare(what: str, tokens: Sequence[int], expected: Sequence[int]) -> None:
+        if list(tokens) != list(expected):
+            found.wrong.append(f"{regime}, prompt of {len(case.prompt)}: {what} differs")
+
+    plain, plain_rows = decode(engine, case)
+    compare("plain", plain, case.tokens)
+    # Rows that follow another token answer another question.
+    if plain == case.tokens:
+        found.stock_difference = _difference(plain_rows, case.rows)
+    for name, plan in PLANS.items():
+        tokens, rows = decode(engine, case, plan)
+        compare(f"speculation with a drafter that is {name}", tokens, plain)
+        if tokens == plain:
+            found.row_difference = max(found.row_difference, _difference(rows, plain_rows))
+
+    _rewind(engine, case, plain_rows, found, compare)
+
+    traces = engine.trace_count
+    decode(engine, case)
+    decode(engine, case, PLANS["right"])
+    if engine.trace_count != traces:
+        found.wrong.append(f"{regime}: a graph that had been traced was traced again")
+    return found
+
+
+def _rewind(engine: StaticShapeEngine, case: Case, plain_rows, found: Findings, compare) -> None:
+    """Go back into the middle of blocks, right and wrong ones, all along the continuation."""
+    engine.reset(0)
+    engine.prefill(case.prompt[:-1])
+    first = len(case.prompt) - 1
+    for cursor in range(first, len(case.text) - 7, 2):
+        rows = engine.verify(case.text[cursor : cursor + 6], Capture(logits=True))
+        at = slice(cursor - first, cursor - first + 6)
+        compare(f"a block after a rewind to {cursor}", rows.argmax, case.tokens[at])
+        if rows.argmax == case.tokens[at] and rows.logits is not None:
+            difference = _difference(_exact(rows.logits), plain_rows[at])
+            found.row_difference = max(found.row_difference, difference)
+        engine.reset(cursor + 3)
+        engine.verify([(token + 1) % 97 for token in case.text[cursor + 3 : cursor + 7]])
+        engine.reset(cursor + 2)
+
+
+def _exact(row: mx.array) -> np.ndarray:
+    """Any float dtype of mlx as float32, which holds all of them exactly."""
+    return np.array(row.astype(mx.float32))
+
+
+def _difference(a: np.ndarray, b: np.ndarray) -> float:
+    unequal = a != b
+    return float(np.abs(a[unequal] - b[unequal]).max(initial=0.0))

@@ -80,7 +80,7 @@ def why_not_static(model: nn.Module) -> str | None:
     if not type(model).__module__.startswith("mlx_lm.models."):
         return f"{family} is a model of its own code, and only mlx-lm's are known to be exact here"
     parts = _families_inside(model)
-    for part in (family, *sorted(parts - {family})):
+    for part in parts:
         if reason := _REFUSED_FAMILIES.get(part):
             return f"{family}: {reason}" if part == family else f"{family} holds {part}: {reason}"
     for _, module in model.named_modules():
@@ -90,7 +90,7 @@ def why_not_static(model: nn.Module) -> str | None:
     foreign = sorted({kind for kind in kinds if kind is not None})
     if foreign:
         return f"{family} has {' and '.join(foreign)}, which the static engine cannot rewind yet"
-    for part in (family, *sorted(parts)):
+    for part in parts:
         if part not in STATIC_FAMILIES:
             return f"{part} has not been checked to be exact in fixed-shape graphs"
     return None
@@ -136,14 +136,17 @@ def _declared_context(model: nn.Module) -> int | None:
     return None
 
 
-def _families_inside(model: nn.Module) -> set[str]:
-    """The families whose code the model is built of; multimodal ones hold another's text model."""
-    modules = {type(module).__module__ for _, module in model.named_modules()}
-    return {
+def _families_inside(model: nn.Module) -> list[str]:
+    """The families whose code the model is built of, its own first.
+
+    Multimodal models hold the text model of another family.
+    """
+    names = dict.fromkeys(type(module).__module__ for _, module in model.named_modules())
+    return [
         name.rpartition(".")[2]
-        for name in modules
+        for name in names
         if name.startswith("mlx_lm.models.") and hasattr(sys.modules[name], "Model")
-    }
+    ]
 
 
 def _foreign_kind(cache: object) -> str | None:

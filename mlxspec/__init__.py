@@ -1,32 +1,38 @@
 """mlxspec: language models on Apple silicon generate faster, without changing one token."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from mlxspec._version import __version__
-from mlxspec.decoding import (
-    Emission,
-    SpeculationStats,
-    SpeculativeDecoder,
-    SpeculativeDecodingOptions,
-)
-from mlxspec.drafting import Drafter, PromptLookup
-from mlxspec.engine import (
-    Capture,
-    DynamicShapeEngine,
-    SpeculativeEngine,
-    StaticShapeEngine,
-    VerifyRows,
-)
-from mlxspec.errors import (
-    DemoModelError,
-    DrafterError,
-    EngineBusy,
-    MlxspecError,
-    ModelNotFound,
-    NonFiniteLogits,
-    RewindRefused,
-    UnsupportedModel,
-)
-from mlxspec.generation import GenerationResponse, generate, generate_step, stream_generate
-from mlxspec.scan import LogitRowScan, RowScan
+
+if TYPE_CHECKING:
+    from mlxspec.decoding import (
+        Emission,
+        SpeculationStats,
+        SpeculativeDecoder,
+        SpeculativeDecodingOptions,
+    )
+    from mlxspec.drafting import Drafter, PromptLookup
+    from mlxspec.engine import (
+        Capture,
+        DynamicShapeEngine,
+        SpeculativeEngine,
+        StaticShapeEngine,
+        VerifyRows,
+    )
+    from mlxspec.errors import (
+        DemoModelError,
+        DrafterError,
+        EngineBusy,
+        MlxspecError,
+        ModelNotFound,
+        NonFiniteLogits,
+        RewindRefused,
+        UnsupportedModel,
+    )
+    from mlxspec.generation import GenerationResponse, generate, generate_step, stream_generate
+    from mlxspec.models import load
+    from mlxspec.scan import LogitRowScan, RowScan
 
 __all__ = [
     "Capture",
@@ -54,5 +60,26 @@ __all__ = [
     "__version__",
     "generate",
     "generate_step",
+    "load",
     "stream_generate",
 ]
+
+# Where a public name is looked for; the first that has it defines it.
+_HOMES = ("errors", "drafting", "scan", "engine", "decoding", "models", "generation")
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name at its first use: a mistyped command must not wait for mlx."""
+    if name in _HOMES:
+        return import_module(f"{__name__}.{name}")
+    if name in __all__:
+        for home in _HOMES:
+            module = import_module(f"{__name__}.{home}")
+            if hasattr(module, name):
+                globals()[name] = getattr(module, name)
+                return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,139 @@
+"""What the options must be together: tables of what is refused, and of what has no effect."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from mlxspec.cli.exits import UsageError
+from mlxspec.cli.options import Parser, flag, ngram_range
+
+# Options of mlx-lm whose feature is not there: the reason, and what to do.
+_NOT_THERE = {
+    "temp": "there is no sampling yet, decoding is greedy; leave it out, or give 0",
+    "draft_model": "draft models are not run yet; --prompt-lookup drafts without one",
+    "kv_bits": "the key-value state is not quantized yet; leave it out",
+    "max_kv_size": "a state that forgets its oldest keys cannot be rewound; leave it out, or "
+    "bound the memory with --max-context-length",
+    "prompt_cache_file": "saved prompt caches are not read yet; give the whole text as --prompt",
+    "image": "images are not read yet; leave them out",
+}
+# Options that mean something only with at least one of others.
+_DRAFTERS = ("prompt_lookup", "draft_model")
+_NEEDS_ONE_OF = {
+    "prompt_lookup_min_ngram": ("prompt_lookup",),
+    "prompt_lookup_max_ngram": ("prompt_lookup",),
+    "num_draft_tokens": _DRAFTERS,
+    "no_align_proposals": _DRAFTERS,
+    "show_drafts": _DRAFTERS,
+}
+# Options that one of the engines cannot honour.
+_REFUSED_BY_ENGINE = {
+    "dynamic": {
+        "prompt_lookup": "the dynamic engine decodes plainly, without speculation",
+        "tile_widths": "the dynamic engine has no tiles",
+    },
+    "static": {
+        "quantize_activations": "the static engine is not known to be exact with it",
+    },
+}
+_OTHER_ENGINE = {"dynamic": "static", "static": "dynamic"}
+# Variables of the chat template that the command itself sets.
+_TEMPLATE_VARIABLES = ("add_generation_prompt", "continue_final_message", "tokenize")
+
+TEMPLATE_OPTIONS = ("system_prompt", "prefill_response", "chat_template_config")
+
+
+@dataclass(frozen=True)
+class _WithoutEffect:
+    """Options that are accepted and do nothing, where `holds`, for one reason."""
+
+    reason: str
+    options: tuple[str, ...]
+    holds: Callable[[Namespace], bool]
+
+
+_WITHOUT_EFFECT = (
+    _WithoutEffect(
+        "decoding is greedy",
+        (
+            "top_p",
+            "min_p",
+            "top_k",
+            "xtc_probability",
+            "xtc_threshold",
+            "min_tokens_to_keep",
+            "seed",
+        ),
+        lambda args: args.temp == 0,
+    ),
+    _WithoutEffect(
+        "without --kv-bits", ("kv_group_size", "quantized_kv_start"), lambda args: not args.kv_bits
+    ),
+    _WithoutEffect(
+        "with --ignore-chat-template", TEMPLATE_OPTIONS, lambda args: args.ignore_chat_template
+    ),
+    _WithoutEffect(
+        "tokenizers have no default template any more",
+        ("use_default_chat_template",),
+        lambda args: True,
+    ),
+)
+
+
+def refuse_combinations(parser: Parser, args: Namespace) -> None:
+    """Refuse what cannot be honoured, or not together.
+
+    Raises:
+        UsageError: Names the option and what to do.
+    """
+    for name, reason in _NOT_THERE.items():
+        if parser.given(args, name):
+            raise UsageError(f"{flag(name)} {_written(getattr(args, name))}: {reason}")
+    for name, needed in _NEEDS_ONE_OF.items():
+        if parser.given(args, name) and not any(parser.given(args, other) for other in needed):
+            offers = " or ".join(flag(other) for other in needed if other not in _NOT_THERE)
+            raise UsageError(f"{flag(name)} needs {offers}: give both, or neither")
+    for name, reason in _REFUSED_BY_ENGINE[args.engine].items():
+        if parser.given(args, name):
+            other = _OTHER_ENGINE[args.engine]
+            raise UsageError(f"{flag(name)}: {reason}; leave it out, or give --engine {other}")
+    _refuse_ngram_range(args)
+    _refuse_template_variables(args.chat_template_config or {})
+
+
+def without_effect(parser: Parser, args: Namespace) -> list[str]:
+    """For every reason that holds, the given options that do nothing because of it."""
+    return [
+        text
+        for entry in _WITHOUT_EFFECT
+        if entry.holds(args) and (text := idle(parser, args, entry.options, entry.reason))
+    ]
+
+
+def idle(parser: Parser, args: Namespace, options: Iterable[str], reason: str) -> str:
+    """Those of the options that are given, with the reason why they do nothing; else nothing."""
+    given = [flag(name) for name in options if parser.given(args, name)]
+    return f"{', '.join(given)} ({reason})" if given else ""
+
+
+def _refuse_ngram_range(args: Namespace) -> None:
+    least, most = ngram_range(args)
+    if least > most:
+        raise UsageError(
+            f"--prompt-lookup-min-ngram: expected at most --prompt-lookup-max-ngram, which is "
+            f"{most}, got {least}; lower the first or raise the second"
+        )
+
+
+def _refuse_template_variables(variables: dict[str, object]) -> None:
+    for name in _TEMPLATE_VARIABLES:
+        if name in variables:
+            raise UsageError(
+                f"--chat-template-config: {name!r} is set by the command itself; leave it out"
+            )
+
+
+def _written(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -1,0 +1,105 @@
+"""The command `mlxspec generate`: answers one prompt, as `mlx_lm.generate` does."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import TextIO
+
+from mlxspec.cli import options
+from mlxspec.cli.checks import TEMPLATE_OPTIONS, idle, refuse_combinations, without_effect
+from mlxspec.cli.exits import run_command, warn
+from mlxspec.cli.loading import Loaded, load_for
+from mlxspec.cli.output import DraftStyle, draft_style, prefill_progress, print_text
+from mlxspec.cli.prompts import prompt_ids, prompt_text, refuse_length
+
+_NAME = "mlxspec generate"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `mlxspec generate ...`.
+
+    Args:
+        argv: The words after the command; default: the command line's.
+
+    Returns:
+        The exit code: 0, 2 after an error, 130 after Ctrl-C, 141 if the reader of stdout left.
+    """
+    return run_command(_NAME, lambda: _run(argv))
+
+
+def setup_arg_parser() -> options.Parser:
+    """The parser of this command's options."""
+    parser = options.Parser(
+        prog=_NAME,
+        usage=f"{_NAME} [options]",
+        description="Generate text from a prompt with a language model, "
+        "with or without speculation.",
+    )
+    options.add_model_options(parser)
+    options.add_prompt_options(parser)
+    options.add_output_options(parser)
+    options.add_speculation_options(parser)
+    options.add_engine_options(parser)
+    options.add_sampling_options(parser)
+    return parser
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    parser = setup_arg_parser()
+    args = parser.parse(argv)
+    refuse_combinations(parser, args)
+    text = prompt_text(args.prompt)
+    style = draft_style(sys.stdout, os.environ) if args.show_drafts else None
+    _warn_of(without_effect(parser, args) + _invisible_drafts(args, style))
+    loaded = load_for(args)
+    ids = prompt_ids(loaded.tokenizer, text, args)
+    refuse_length(ids, loaded.context_length)
+    if not loaded.tokenizer.has_chat_template and not args.ignore_chat_template:
+        _warn_of([idle(parser, args, TEMPLATE_OPTIONS, "the model has no chat template")])
+    return _generate(loaded, ids, args, style)
+
+
+def _generate(loaded: Loaded, ids: list[int], args: Namespace, style: DraftStyle | None) -> int:
+    import mlx.core as mx
+
+    from mlxspec.generation import report, stream_generate
+
+    _print_any_character(sys.stdout)
+    # Reading the weights is no part of the prompt's time.
+    mx.eval(loaded.model.parameters())
+    responses = stream_generate(
+        loaded.model,
+        loaded.tokenizer,
+        ids,
+        max_tokens=args.max_tokens,
+        drafter=options.lookup_drafter(args),
+        num_draft_tokens=args.num_draft_tokens,
+        align_proposals=not args.no_align_proposals,
+        engine=args.engine,
+        max_context_length=loaded.context_length,
+        tile_widths=args.tile_widths,
+        prefill_step_size=args.prefill_step_size,
+        prompt_progress_callback=prefill_progress(sys.stderr),
+    )
+    return print_text(responses, style, report if args.verbose else None)
+
+
+def _invisible_drafts(args: Namespace, style: DraftStyle | None) -> list[str]:
+    if not args.show_drafts or style is not None:
+        return []
+    return ["--show-drafts (stdout is no terminal with colours; FORCE_COLOR=1 colours it anyway)"]
+
+
+def _warn_of(idle_options: list[str]) -> None:
+    named = [entry for entry in idle_options if entry]
+    warn(_NAME, f"without effect: {'; '.join(named)}" if named else "")
+
+
+def _print_any_character(stream: TextIO) -> None:
+    """A terminal that lacks a character shows a question mark; it does not end the text."""
+    reconfigure = getattr(stream, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="replace")

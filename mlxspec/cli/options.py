@@ -1,0 +1,349 @@
+"""The options of the commands, in groups: mlx-lm's names, meanings and defaults, and what is added.
+
+Every value is checked as it is read; what depends on several options is in `checks`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from mlxspec.cli.exits import UsageError
+from mlxspec.cli.values import (
+    adapter_folder,
+    json_object,
+    one_of,
+    plain_text,
+    real_number,
+    truth,
+    whole_number,
+    widths,
+)
+from mlxspec.drafting import PromptLookup
+
+DEFAULT_MODEL = "smollm2"
+DEFAULT_MIN_NGRAM = PromptLookup().min_ngram
+DEFAULT_MAX_NGRAM = PromptLookup().max_ngram
+_LARGEST_SEED = (1 << 64) - 1
+
+
+class Parser(ArgumentParser):
+    """An argument parser whose errors are one line each, and raised."""
+
+    def __init__(self, **settings: Any):
+        # An abbreviation that is clear today may be ambiguous with the next option.
+        super().__init__(allow_abbrev=False, **settings)
+
+    def parse(self, argv: Sequence[str] | None) -> Namespace:
+        """The options of a command line.
+
+        Raises:
+            UsageError: A word that is no option, or a value that its option does not take.
+        """
+        args, strangers = self.parse_known_args(argv)
+        if strangers:
+            self._refuse(strangers[0])
+        return args
+
+    def given(self, args: Namespace, name: str) -> bool:
+        """Whether an option asks for something else than its default."""
+        return getattr(args, name) != self.get_default(name)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of leaving with the usage before the message."""
+        raise UsageError(message)
+
+    def _refuse(self, word: str) -> NoReturn:
+        if not word.startswith("-"):
+            raise UsageError(f"unexpected word {word!r}; quote a text with spaces")
+        known = [flag for action in self._actions for flag in action.option_strings]
+        close = difflib.get_close_matches(word.partition("=")[0], known, n=1)
+        meant = f" (did you mean {close[0]}?)" if close else ""
+        raise UsageError(f"unknown option {word}{meant}")
+
+
+def flag(name: str) -> str:
+    """How an option is written: `max_tokens` is `--max-tokens`."""
+    return "--" + name.replace("_", "-")
+
+
+def add_model_options(parser: ArgumentParser) -> None:
+    """Which model, with which tokens at the end."""
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--model",
+        default=DEFAULT_MODEL,
+        help="a demo model, a local folder, or a repository of the Hugging Face hub "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run Python code that the model's folder brings",
+    )
+    group.add_argument(
+        "--adapter-path",
+        type=adapter_folder,
+        metavar="FOLDER",
+        help="adapter weights and their config, as mlx_lm.lora saves them",
+    )
+    group.add_argument(
+        "--extra-eos-token",
+        nargs="+",
+        default=(),
+        metavar="TOKEN",
+        help="more tokens that end the text",
+    )
+    group.add_argument(
+        "--quantize-activations",
+        "-qa",
+        action="store_true",
+        help="quantize activations as the weights of each layer; needs --engine dynamic",
+    )
+
+
+def add_prompt_options(parser: ArgumentParser) -> None:
+    """What the model is asked, and how it is put to it."""
+    group = parser.add_argument_group("prompt")
+    group.add_argument(
+        "--prompt",
+        "-p",
+        type=plain_text,
+        default="hello",
+        help=r"what to ask; \n and \t stand for a line end and a tab, and '-' reads stdin "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
+        "--system-prompt", type=plain_text, metavar="TEXT", help="system message of the chat"
+    )
+    group.add_argument(
+        "--prefill-response",
+        type=plain_text,
+        metavar="TEXT",
+        help="beginning of the answer, which the model goes on from",
+    )
+    group.add_argument(
+        "--ignore-chat-template",
+        action="store_true",
+        help="give the model the prompt as it is",
+    )
+    group.add_argument(
+        "--use-default-chat-template",
+        action="store_true",
+        help="accepted for mlx-lm's sake; tokenizers have no default template any more",
+    )
+    group.add_argument(
+        "--chat-template-config",
+        type=json_object,
+        metavar="JSON",
+        help="variables for the chat template, such as '{\"enable_thinking\": false}'",
+    )
+    group.add_argument(
+        "--image", nargs="+", default=(), metavar="FILE", help="images; not read yet"
+    )
+    group.add_argument(
+        "--prompt-cache-file", metavar="FILE", help="a saved prompt cache; not read yet"
+    )
+
+
+def add_sampling_options(parser: ArgumentParser) -> None:
+    """How the next token is chosen."""
+    group = parser.add_argument_group(
+        "sampling", "Decoding is greedy so far, so these have no effect yet."
+    )
+    group.add_argument(
+        "--temp",
+        type=real_number(0),
+        default=0.0,
+        help="temperature; only 0 is possible yet (default: %(default)s)",
+    )
+    group.add_argument(
+        "--top-p",
+        type=real_number(0, 1),
+        default=1.0,
+        metavar="P",
+        help="sample among the likeliest tokens with this much probability (default: %(default)s)",
+    )
+    group.add_argument(
+        "--min-p",
+        type=real_number(0, 1),
+        default=0.0,
+        metavar="P",
+        help="drop tokens below this share of the likeliest one's probability "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
+        "--top-k",
+        type=whole_number(0),
+        default=0,
+        metavar="K",
+        help="sample among the K likeliest tokens; 0 among all (default: %(default)s)",
+    )
+    group.add_argument(
+        "--xtc-probability",
+        type=real_number(0, 1),
+        default=0.0,
+        metavar="P",
+        help="how often the likeliest choices are excluded (default: %(default)s)",
+    )
+    group.add_argument(
+        "--xtc-threshold",
+        type=real_number(0, 0.5),
+        default=0.1,
+        metavar="P",
+        help="probability from which a token counts among them (default: %(default)s)",
+    )
+    group.add_argument(
+        "--min-tokens-to-keep",
+        type=whole_number(1),
+        default=1,
+        metavar="N",
+        help="tokens that --min-p leaves at least (default: %(default)s)",
+    )
+    group.add_argument(
+        "--seed",
+        type=whole_number(0, _LARGEST_SEED),
+        metavar="N",
+        help="seed of the random choices",
+    )
+
+
+def add_speculation_options(parser: ArgumentParser) -> None:
+    """Where drafts come from and how long they are."""
+    group = parser.add_argument_group(
+        "speculation", "Guess several tokens and check them in one forward; the text is the same."
+    )
+    group.add_argument(
+        "--prompt-lookup",
+        action="store_true",
+        help="draft what followed the same tokens earlier in prompt and output",
+    )
+    group.add_argument(
+        "--prompt-lookup-min-ngram",
+        type=whole_number(1),
+        metavar="N",
+        help=f"fewest tokens that must match (default: {DEFAULT_MIN_NGRAM})",
+    )
+    group.add_argument(
+        "--prompt-lookup-max-ngram",
+        type=whole_number(1),
+        metavar="N",
+        help=f"most tokens to match (default: {DEFAULT_MAX_NGRAM})",
+    )
+    group.add_argument(
+        "--draft-model", metavar="MODEL", help="a small model that drafts; not there yet"
+    )
+    group.add_argument(
+        "--num-draft-tokens",
+        type=whole_number(0),
+        metavar="N",
+        help="most tokens to draft at a time; 0 drafts nothing (default: 7)",
+    )
+    group.add_argument(
+        "--no-align-proposals",
+        action="store_true",
+        help="do not shorten drafts to what one forward checks",
+    )
+
+
+def add_engine_options(parser: ArgumentParser) -> None:
+    """How the model is run, and how much it keeps."""
+    group = parser.add_argument_group("engine")
+    group.add_argument(
+        "--engine",
+        type=one_of("static", "dynamic"),
+        default="static",
+        metavar="{static,dynamic}",
+        help="static: compiled forwards of fixed shape; dynamic: any model of mlx-lm, without "
+        "speculation (default: %(default)s)",
+    )
+    group.add_argument(
+        "--tile-widths",
+        type=widths,
+        metavar="W,W,...",
+        help="rows that the compiled forwards may have (default: 1,2,4,8,16)",
+    )
+    group.add_argument(
+        "--max-context-length",
+        type=whole_number(2),
+        metavar="N",
+        help="most tokens of prompt and answer together (default: what the model declares)",
+    )
+    group.add_argument(
+        "--prefill-step-size",
+        type=whole_number(1),
+        default=2048,
+        metavar="N",
+        help="prompt tokens processed at a time (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-kv-size",
+        type=whole_number(1),
+        metavar="N",
+        help="most keys to remember; not possible here",
+    )
+    group.add_argument(
+        "--kv-bits",
+        type=one_of(2, 3, 4, 5, 6, 8),
+        metavar="BITS",
+        help="bits of the quantized key-value state; not there yet",
+    )
+    group.add_argument(
+        "--kv-group-size",
+        type=one_of(32, 64, 128),
+        default=64,
+        metavar="N",
+        help="group size of that quantization (default: %(default)s)",
+    )
+    group.add_argument(
+        "--quantized-kv-start",
+        type=whole_number(0),
+        default=5000,
+        metavar="N",
+        help="token from which on it is quantized (default: %(default)s)",
+    )
+
+
+def add_output_options(parser: ArgumentParser) -> None:
+    """How much text, and what is printed beside it."""
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--max-tokens",
+        "-m",
+        type=whole_number(1, besides={-1: "no limit but the context"}),
+        default=100,
+        metavar="N",
+        help="most tokens to generate; -1 goes on until the context is full (default: %(default)s)",
+    )
+    group.add_argument(
+        "--verbose",
+        type=truth,
+        default=True,
+        metavar="{True,False}",
+        help="print figures after the text; False or F prints the text alone "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
+        "--show-drafts",
+        action="store_true",
+        help="colour the text that was drafted; NO_COLOR underlines it instead, and FORCE_COLOR "
+        "colours it even where stdout is no terminal",
+    )
+
+
+def lookup_drafter(args: Namespace) -> PromptLookup | None:
+    """The drafter that the speculation options ask for."""
+    if not args.prompt_lookup:
+        return None
+    return PromptLookup(*ngram_range(args))
+
+
+def ngram_range(args: Namespace) -> tuple[int, int]:
+    """The fewest and the most tokens that prompt lookup matches."""
+    least, most = args.prompt_lookup_min_ngram, args.prompt_lookup_max_ngram
+    return (
+        DEFAULT_MIN_NGRAM if least is None else least,
+        DEFAULT_MAX_NGRAM if most is None else most,
+    )

@@ -1,0 +1,82 @@
+"""From the prompt options to token ids, as mlx-lm's command makes them."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from typing import Any
+
+from mlxspec.cli.exits import UsageError
+
+
+def prompt_text(prompt: str) -> str:
+    r"""The text that `--prompt` stands for: stdin for "-", else itself with \n and \t replaced.
+
+    Raises:
+        UsageError: stdin is empty or is not UTF-8.
+    """
+    if prompt != "-":
+        return prompt.replace("\\n", "\n").replace("\\t", "\t")
+    try:
+        text = sys.stdin.read()
+        text.encode()
+    except UnicodeError:
+        raise UsageError("--prompt -: expected text in UTF-8 on stdin, got other bytes") from None
+    if not text.strip():
+        raise UsageError("--prompt -: expected a prompt on stdin, got nothing")
+    return text
+
+
+def prompt_ids(tokenizer: Any, text: str, args: Namespace) -> list[int]:
+    """Token ids of the prompt, within the chat template if there is one and it is wanted.
+
+    Raises:
+        UsageError: The chat template does not take the messages.
+    """
+    if args.ignore_chat_template or not tokenizer.has_chat_template:
+        return tokenizer.encode(text, add_special_tokens=True)
+    chat = _chat(tokenizer, _messages(text, args), args)
+    return tokenizer.encode(chat, add_special_tokens=False)
+
+
+def refuse_length(ids: list[int], context_length: int) -> None:
+    """Refuse a prompt without tokens, or one that leaves no room for an answer.
+
+    Raises:
+        UsageError: Says how long the prompt is and how long it may be.
+    """
+    if not ids:
+        raise UsageError("--prompt: expected at least one token, got an empty prompt")
+    if len(ids) >= context_length:
+        raise UsageError(
+            f"--prompt: {len(ids)} tokens leave no room for an answer in a context of "
+            f"{context_length}; shorten the prompt, or raise --max-context-length"
+        )
+
+
+def _messages(text: str, args: Namespace) -> list[dict[str, str]]:
+    contents = (
+        ("system", args.system_prompt),
+        ("user", text),
+        ("assistant", args.prefill_response),
+    )
+    return [{"role": role, "content": text} for role, text in contents if text is not None]
+
+
+def _chat(tokenizer: Any, messages: list[dict[str, str]], args: Namespace) -> str:
+    from jinja2 import TemplateError
+
+    prefilled = args.prefill_response is not None
+    try:
+        return tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            continue_final_message=prefilled,
+            add_generation_prompt=not prefilled,
+            **(args.chat_template_config or {}),
+        )
+    except TemplateError as problem:
+        raise UsageError(
+            f"the model's chat template refuses this chat: {problem}; change --system-prompt or "
+            "--chat-template-config, or give --ignore-chat-template"
+        ) from problem

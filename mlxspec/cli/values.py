@@ -1,0 +1,126 @@
+"""The kinds of values that options take; each says what it expected and what came."""
+
+from __future__ import annotations
+
+import json
+import math
+from argparse import ArgumentTypeError
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def whole_number(
+    least: int, most: int | None = None, besides: dict[int, str] | None = None
+) -> Callable[[str], int]:
+    """A type for whole numbers of a range.
+
+    Args:
+        least: The smallest.
+        most: The largest; None has no end.
+        besides: Numbers outside the range that have a meaning of their own, and the meaning.
+    """
+    others = besides or {}
+    expected = f"a whole number {_range(least, most)}" + "".join(
+        f", or {number} for {meaning}" for number, meaning in others.items()
+    )
+
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            raise _unexpected(expected, text) from None
+        if number not in others and not _within(number, least, most):
+            raise _unexpected(expected, text)
+        return number
+
+    return parse
+
+
+def real_number(least: float, most: float | None = None) -> Callable[[str], float]:
+    """A type for finite numbers of a range, its ends included."""
+    expected = f"a number {_range(least, most)}"
+
+    def parse(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            raise _unexpected(expected, text) from None
+        if not math.isfinite(number) or not _within(number, least, most):
+            raise _unexpected(expected, text)
+        return number
+
+    return parse
+
+
+def one_of(*choices: T) -> Callable[[str], T]:
+    """A type for the given values."""
+    values = {str(choice): choice for choice in choices}
+    expected = f"one of {', '.join(values)}"
+
+    def parse(text: str) -> T:
+        if text not in values:
+            raise _unexpected(expected, text)
+        return values[text]
+
+    return parse
+
+
+def truth(text: str) -> bool:
+    """mlx-lm's way to say no: False or F; anything else is yes."""
+    return text.lower() not in ("false", "f")
+
+
+def plain_text(text: str) -> str:
+    """Text that a tokenizer can take: bytes that are no UTF-8 arrive as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise _unexpected("text in UTF-8", text) from None
+    return text
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """A JSON object, for keyword arguments."""
+    expected = 'a JSON object such as {"enable_thinking": false}'
+    try:
+        value = json.loads(text)
+    except ValueError:
+        raise _unexpected(expected, text) from None
+    if not isinstance(value, dict):
+        raise _unexpected(expected, text)
+    return value
+
+
+def widths(text: str) -> tuple[int, ...]:
+    """Tile widths, separated by commas."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+        raise _unexpected("widths from 1 on such as 1,2,4,8,16", text)
+    return tuple(int(part) for part in parts)
+
+
+def adapter_folder(text: str) -> str:
+    """A folder with adapters as mlx-lm saves them."""
+    for name in ("adapter_config.json", "adapters.safetensors"):
+        if not (Path(text) / name).is_file():
+            raise ArgumentTypeError(
+                f"expected a folder with adapters, got {text!r}: it has no {name}"
+                if Path(text).is_dir()
+                else f"expected a folder with adapters, got {text!r}: there is no such folder"
+            )
+    return text
+
+
+def _range(least: float, most: float | None) -> str:
+    return f"from {least} on" if most is None else f"from {least} to {most}"
+
+
+def _within(number: float, least: float, most: float | None) -> bool:
+    return number >= least and (most is None or number <= most)
+
+
+def _unexpected(expected: str, text: str) -> ArgumentTypeError:
+    return ArgumentTypeError(f"expected {expected}, got {text!r}")

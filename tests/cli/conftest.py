@@ -1,0 +1,63 @@
+"""The story model in a folder, and the command run on it inside this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from mlxspec.cli.main import main
+from tests.cli.story_model import make_story_model
+
+
+class Outcome(NamedTuple):
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def text(self) -> str:
+        """What stands between the two rules."""
+        return self.out.split("=" * 10 + "\n")[1].removesuffix("\n")
+
+    @property
+    def figures(self) -> list[str]:
+        """The lines after the second rule."""
+        return self.out.split("=" * 10 + "\n")[2].splitlines()
+
+
+Run = Callable[..., Outcome]
+
+
+@pytest.fixture(scope="session")
+def story_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the story model."""
+    return make_story_model(tmp_path_factory.mktemp("models") / "story")
+
+
+@pytest.fixture(scope="session")
+def bare_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The story model without a chat template."""
+    return make_story_model(tmp_path_factory.mktemp("models") / "bare", chat_template=False)
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def generate(capsys: pytest.CaptureFixture[str], story_model: Path) -> Run:
+    """Run `mlxspec generate` with options, on the story model unless another is named."""
+
+    def run(*options: str | Path | int, model: Path | str | None = None) -> Outcome:
+        words = ["generate", "--model", str(model or story_model), *map(str, options)]
+        code = main(words)
+        return Outcome(code, *capsys.readouterr())
+
+    return run

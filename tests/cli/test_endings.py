@@ -1,0 +1,89 @@
+"""A command ends cleanly: after Ctrl-C, and when the reader of its output leaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import mlxspec.models
+from tests.cli.conftest import Run
+from tests.cli.story_model import STORY, told
+
+# Long enough that no machine is done before the test has read a line.
+_ENDLESS = ["--max-tokens=-1", "--max-context-length=1000000"]
+_DEADLINE = 60
+# A shell starts background jobs, the tests perhaps among them, with Ctrl-C ignored.
+_SCRIPT = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from mlxspec.cli.main import main
+sys.exit(main())
+"""
+
+
+@contextmanager
+def _generating(model: Path, *options: str) -> Iterator[subprocess.Popen]:
+    """The command in a process of its own, killed if the test leaves it running."""
+    words = ["generate", "--model", str(model), *_ENDLESS, *options]
+    process = subprocess.Popen(
+        [sys.executable, "-c", _SCRIPT, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _read_two_lines(process: subprocess.Popen) -> str:
+    return process.stdout.readline() + process.stdout.readline()
+
+
+@pytest.mark.parametrize("verbose", [True, False])
+def test_ctrl_c_keeps_the_text_and_prints_the_figures(verbose: bool, story_model: Path) -> None:
+    with _generating(story_model, "--prompt-lookup", f"--verbose={verbose}") as process:
+        begin = _read_two_lines(process)
+        process.send_signal(signal.SIGINT)
+        rest, err = process.communicate(timeout=_DEADLINE)
+    assert (process.returncode, err) == (130, "")
+    rule = "=" * 10 + "\n"
+    text, _, figures = (begin + rest).removeprefix(rule).partition("\n" + rule)
+    text = text.removesuffix("\n")
+    assert len(text) >= len(STORY) - 1
+    assert text == told("\n", len(text))
+    assert [line.split()[0] for line in figures.splitlines()] == (
+        ["Prompt:", "Generation:", "Peak", "Speculation:"] if verbose else []
+    )
+
+
+def test_a_reader_that_leaves_ends_the_command_quietly(story_model: Path) -> None:
+    with _generating(story_model) as process:
+        assert _read_two_lines(process) == "=" * 10 + "\n" + STORY
+        process.stdout.close()
+        assert process.wait(timeout=_DEADLINE) == 128 + signal.SIGPIPE
+        assert process.stderr.read() == ""
+
+
+def test_ctrl_c_before_the_first_token_says_so(
+    generate: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(mlxspec.models, "resolve", interrupted)
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        outcome = generate()
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert outcome == (130, "", "mlxspec generate: interrupted before the first token\n")

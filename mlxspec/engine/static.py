@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxspec.engine.caches import LayerShape
 from mlxspec.engine.exclusive import Exclusive
+from mlxspec.engine.placement import Placement, checked_tile_widths, tile_placement
 from mlxspec.engine.protocol import Capture, ProgressCallback, VerifyRows
 from mlxspec.engine.spans import SpanRule
-from mlxspec.engine.support import context_limit, default_context_length, require_static
+from mlxspec.engine.state import ModelState, StateLayout
+from mlxspec.engine.support import (
+    context_limit,
+    default_context_length,
+    default_placement,
+    require_static,
+)
 from mlxspec.engine.tiles import TileKey, Tiles
 from mlxspec.engine.tokens import TokenView, token_ids
+from mlxspec.errors import RewindRefused
 
-Placement = Literal["free", "aligned"]
-
-DEFAULT_TILE_WIDTHS = (1, 2, 4, 8, 16)
 DEFAULT_PREFILL_STEP_SIZE = 2048
 
 
@@ -42,25 +46,24 @@ class _Tile:
 
 
 class StaticShapeEngine:
-    """Implements `SpeculativeEngine` for models whose every layer is full attention.
-
-    A decode tile of the narrowest width that holds the block starts at the cursor ("free") or at
-    the last multiple of its one width ("aligned", where a position is always computed in the
-    same row of the same shape, at the price of re-feeding the tile's committed tokens).
+    """Implements `SpeculativeEngine` with one compiled graph per width, span and capture.
 
     Args:
         model: A model of mlx-lm. Its weights must not change while the engine lives; see
             `weights_unchanged`.
         max_context_length: Most tokens of a sequence, prompt and output. Default: what the
             model's config declares.
-        tile_widths: The ladder: widths that decode tiles may have, in rows.
-        placement: "free" or "aligned"; aligned takes exactly one width.
-        prefill_step_size: Rows of the widest prefill tile; the others are its powers of two.
+        tile_widths: The ladder: widths that decode tiles may have, in rows. Default: what the
+            placement takes, see `placement.default_tile_widths`.
+        placement: Where a tile starts: "free", "anchored" or "aligned", see `placement`. Default:
+            "free" for attention, else what keeps the family's recurrent layers exact.
+        prefill_step_size: Rows of the widest prefill tile; the others are powers of two below.
         span_step: Slots of the smallest span bucket.
-        initial_capacity: Slots to allocate at first, in tokens; the state grows with use.
+        initial_capacity: Tokens to make room for at first; the state grows with use.
 
     Raises:
-        UnsupportedModel: A layer of the model is not full attention, or its family is unknown.
+        UnsupportedModel: A layer of the model has a state that cannot be kept exactly, or its
+            family is unknown.
         ValueError: An option is out of range.
     """
 
@@ -71,32 +74,35 @@ class StaticShapeEngine:
         model: nn.Module,
         *,
         max_context_length: int | None = None,
-        tile_widths: Sequence[int] = DEFAULT_TILE_WIDTHS,
-        placement: Placement = "free",
+        tile_widths: Sequence[int] | None = None,
+        placement: Placement | None = None,
         prefill_step_size: int = DEFAULT_PREFILL_STEP_SIZE,
         span_step: int = SpanRule.step,
         initial_capacity: int = 0,
     ):
         self._spans = SpanRule(span_step)
-        self._widths = checked_tile_widths(tile_widths, placement, span_step)
-        self._aligned = placement == "aligned"
-        self._prefill_widths = _prefill_widths(prefill_step_size)
+        checked_tile_widths(tile_widths, placement, span_step)
+        prefill_widths = _prefill_widths(prefill_step_size)
         require_static(model)
+        placement = placement or default_placement(model)
+        self._widths = checked_tile_widths(tile_widths, placement, span_step)
         self._context_length = _checked_context_length(
             max_context_length, model, self.verify_tile_width
         )
+        layout, self._vocab_size = _warm_up(model, self.verify_tile_width)
+        self._place = tile_placement(placement, self._widths, self._spans, layout.is_recurrent)
+        self._prefill_widths = self._place.prefill_widths(prefill_widths)
         self._model = model
         self._weights = _weights(model)
-        self._layers, self._vocab_size = _warm_up(model)
-        self._tiles = Tiles(model)
+        self._tiles = Tiles(model, layout)
         self._exclusive = Exclusive()
         self._history: list[int] = []
         self._cursor = 0
-        self._non_finite_until = 0
         self._forward_count = 0
         self._prefill_forward_count = 0
-        self._capacity = self._capacity_for(max(1, min(initial_capacity, self._context_length)))
-        self._arrays = self._zero_state()
+        self._state = ModelState(
+            layout, self._capacity_for(max(1, min(initial_capacity, self._context_length)))
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -132,22 +138,36 @@ class StaticShapeEngine:
     def one_forward_draft_budget(self) -> int:
         """How many drafts after an anchor at the cursor fit one forward; never below 0.
 
-        The tile has to hold them, all rows have to attend to one span, and the token after the
-        last draft needs a position of its own inside the context.
+        The tile has to hold them beside the tokens it feeds again, all rows have to attend to
+        one span, and the token after the last draft needs a position inside the context.
         """
-        cursor = self._cursor
-        in_tile = self._tile_start(cursor) + self.verify_tile_width - cursor - 1
-        in_span = self._spans.span(cursor) - cursor - 1
-        in_context = self._context_length - cursor - 2
-        return max(0, min(in_tile, in_span, in_context))
+        end = self._place.end(self._tile_start(self._cursor))
+        return max(0, min(end, self._context_length - 1) - self._cursor - 1)
 
     @property
     def max_verify_block_length(self) -> int:
-        """The longest block `verify` takes here: full attention is bounded by the context alone.
+        """The longest block `verify` takes from the present cursor.
 
-        The token at the context's last position is emitted and never processed.
+        Two things bound it. The context: its last token is emitted and never processed. And
+        every ring: a block that is rejected whole must leave the keys which the next forward
+        sees, so it may write no further than the ring is deep, padding included.
         """
-        return max(0, self._context_length - 1 - self._cursor)
+        longest = max(0, self._context_length - 1 - self._cursor)
+        last_write = self._state.last_write(self._tile_start(self._cursor))
+        if last_write is None:
+            return longest
+        position = self._cursor
+        while position < self._cursor + longest:
+            start = self._tile_start(position) if position == self._cursor else position
+            end = min(self._place.end(start), self._cursor + longest)
+            widths = [width for width in self._widths if start + width <= last_write]
+            reach = min(end, start + max(widths, default=0))
+            if reach <= position:
+                break
+            position = reach
+            if reach < end:
+                break
+        return position - self._cursor
 
     @property
     def forward_count(self) -> int:
@@ -171,8 +191,8 @@ class StaticShapeEngine:
 
     @property
     def capacity(self) -> int:
-        """Slots allocated per layer at present."""
-        return self._capacity
+        """Tokens the state has room for at present, padding included."""
+        return self._state.capacity
 
     @property
     def leased(self) -> bool:
@@ -194,7 +214,8 @@ class StaticShapeEngine:
     def prefill(self, tokens: Sequence[int], progress: ProgressCallback | None = None) -> None:
         """Extend the history by `tokens` and process them in wide tiles without logits.
 
-        Every tile is full: the widest that the rest fills, then the next, down to one row.
+        Every tile is full: the widest that the rest fills, then the next. What no full tile of
+        an aligned recurrent model holds is fed by the next `verify`.
 
         Args:
             tokens: Token ids; may be empty.
@@ -208,25 +229,20 @@ class StaticShapeEngine:
         """
         with self._exclusive.call("prefill"):
             ids = token_ids(tokens, self._vocab_size, "prefill")
-            self._require_room(len(ids), "prefill")
+            self._require_room(len(ids), self._context_length - 1 - self._cursor, "prefill")
             report = progress or (lambda processed, total: None)
             report(0, len(ids))
             before = self._cursor
-            try:
-                self._history += ids
+            with self._extended_history(ids):
+                position = self._tile_start(before)
                 for width in self._prefill_widths:
-                    while len(self._history) - self._cursor >= width:
-                        span = self._spans.span(self._cursor + width - 1)
-                        self._forward(self._cursor, width, width, span, capture=None)
-                        self._evaluate([])
-                        self._prefill_forward_count += 1
-                        self._cursor += width
-                        report(self._cursor - before, len(ids))
-            except BaseException:
-                self._cursor = min(before, self._cursor)
-                raise
-            finally:
-                del self._history[self._cursor :]
+                    while len(self._history) - position >= width:
+                        self._prefill_tile(position, width)
+                        position += width
+                        report(max(0, position - before), len(ids))
+                if position < len(self._history):
+                    report(len(ids), len(ids))
+            self._state.pinned = self._state.position
             # Wide tiles leave wide temporaries in MLX's buffer cache, which decoding cannot use.
             mx.clear_cache()
 
@@ -234,7 +250,7 @@ class StaticShapeEngine:
         """Extend the history by `block`, process it, and say what the model makes of every row.
 
         A block within `one_forward_draft_budget` takes one forward; a longer one is cut where a
-        tile or a span ends.
+        tile ends.
 
         Args:
             block: The anchor, then the drafts.
@@ -249,42 +265,80 @@ class StaticShapeEngine:
             ids = token_ids(block, self._vocab_size, "verify")
             if not ids:
                 raise ValueError("verify: expected at least the anchor, got an empty block")
-            self._require_room(len(ids), "verify")
-            try:
-                self._history += ids
+            self._require_room(len(ids), self.max_verify_block_length, "verify")
+            self._state.settle()
+            with self._extended_history(ids):
                 rows = self._read_rows(self._verify_tiles(capture), capture)
-                self._cursor = len(self._history)
-            finally:
-                del self._history[self._cursor :]
             self._forward_count += rows.forwards
             return rows
 
     def allows_rewind(self, to: int) -> bool:
-        """Whether `reset(to)` would succeed: full attention holds every earlier position."""
-        return 0 <= to <= self._cursor
+        """Whether `reset(to)` would succeed: the state holds what the next forward there needs.
+
+        That is every key a ring's window shows to the tile that would start there, and a
+        recurrent checkpoint from which one tile reaches the token after `to`.
+        """
+        if not 0 <= to <= self._cursor:
+            return False
+        if to in (0, self._cursor):
+            return True
+        checkpoint = self._state.nearest_checkpoint(to)
+        start = self._place.start(to, checkpoint)
+        return self._place.reaches(to, checkpoint) and self._state.rings_allow(start)
 
     def reset(self, to: int) -> None:
         """Shorten history and cursor to `to` tokens; 0 also zeroes the state.
 
         Raises:
             ValueError: `to` lies outside 0..processed_token_count. The engine is as it was.
+            RewindRefused: The state no longer holds what is needed there. The engine, every
+                layer of it, is as it was.
             EngineBusy: Another thread is inside the engine.
         """
         with self._exclusive.call("reset"):
-            if not self.allows_rewind(to):
+            if not 0 <= to <= self._cursor:
                 raise ValueError(
                     f"reset: expected a length from 0 to {self._cursor}, the tokens processed so "
                     f"far, got {to}"
                 )
+            if not self.allows_rewind(to):
+                raise RewindRefused(
+                    f"reset: {to} tokens are too few to go back to from {self._cursor}: sliding "
+                    f"windows and recurrent layers have forgotten what stood there (their state "
+                    f"reaches position {self._state.high_water}). Use reset(0) and process the "
+                    "tokens again"
+                )
             del self._history[to:]
             self._cursor = to
             if to == 0:
-                self._arrays = []
-                self._arrays = self._zero_state()
-                self._non_finite_until = 0
+                self._state.empty()
+            else:
+                self._state.rewind(to)
 
     def _tile_start(self, position: int) -> int:
-        return position // self._widths[0] * self._widths[0] if self._aligned else position
+        return self._place.start(position, self._state.position)
+
+    @contextmanager
+    def _extended_history(self, ids: list[int]) -> Iterator[None]:
+        """Process `ids` inside the block: they are history after it, or were never there."""
+        before = self._cursor
+        self._history += ids
+        try:
+            yield
+            self._cursor = len(self._history)
+        except BaseException:
+            self._cursor = min(before, self._cursor)
+            raise
+        finally:
+            del self._history[self._cursor :]
+            self._state.rewind(self._cursor)
+
+    def _prefill_tile(self, start: int, width: int) -> None:
+        self._forward(start, width, width, self._spans.span(start + width - 1), capture=None)
+        self._evaluate([])
+        self._prefill_forward_count += 1
+        # Within one prefill nobody goes back, so only the newest state is kept.
+        self._state.settle()
 
     def _verify_tiles(self, capture: Capture) -> list[_Tile]:
         """Run the tiles that cover the history from the cursor on; nothing is read back yet."""
@@ -292,13 +346,46 @@ class StaticShapeEngine:
         position, end = self._cursor, len(self._history)
         while position < end:
             start = self._tile_start(position)
-            span = self._spans.span(position)
-            stop = min(end, start + self.verify_tile_width, span)
+            stop = min(end, self._place.end(start))
             width = next(width for width in self._widths if width >= stop - start)
-            outputs = self._forward(start, stop - start, width, span, capture)
+            outputs = self._forward(start, stop - start, width, self._spans.span(start), capture)
             tiles.append(_Tile(outputs, slice(position - start, stop - start), start + width))
             position = stop
         return tiles
+
+    def _forward(
+        self, start: int, rows: int, width: int, span: int, capture: Capture | None
+    ) -> list[mx.array]:
+        """Run the history's tokens from `start`, `rows` of them, in one tile; lazily."""
+        state = self._state
+        state.clear_non_finite(self._cursor)
+        if span + self.verify_tile_width > state.capacity:
+            state.grow(self._capacity_for(span))
+            self._tiles.forget_other_capacities(state.capacity)
+        if start == 0:
+            state.high_water = 0
+        tokens = self._history[start : start + rows]
+        # A committed or just proposed token: padding meets no embedding that the rows do not.
+        tokens += tokens[-1:] * (width - rows)
+        tile = self._tiles.get(TileKey(width, span, state.capacity, capture))
+        slots, state.slots = state.slots, []
+        try:
+            outputs, updated, recurrent = tile(
+                mx.array([tokens], dtype=mx.int32),
+                mx.array(start, dtype=mx.int32),
+                slots,
+                state.checkpoints[-1].arrays,
+            )
+        except BaseException:
+            state.slots = slots
+            raise
+        # The old arrays must have no owner left when the tile is evaluated, or MLX copies them.
+        del slots
+        state.slots = updated
+        state.high_water = max(state.high_water, start + width)
+        if rows == width and recurrent:
+            state.adopt(start + width, recurrent)
+        return outputs
 
     def _read_rows(self, tiles: list[_Tile], capture: Capture) -> VerifyRows:
         """Evaluate the tiles, read back what the host needs, and remember non-finite slots."""
@@ -309,7 +396,7 @@ class StaticShapeEngine:
             head: Any = tile.outputs[0].tolist()
             tile_argmax, tile_nan_count = head
             if any(tile_nan_count):
-                self._non_finite_until = max(self._non_finite_until, tile.end)
+                self._state.non_finite_until = max(self._state.non_finite_until, tile.end)
             argmax += tile_argmax[tile.rows]
             nan_count += tile_nan_count[tile.rows]
         captured = [
@@ -320,77 +407,22 @@ class StaticShapeEngine:
         top_values, top_indices = captured if capture.top_k else (None, None)
         return VerifyRows(argmax, nan_count, len(tiles), logits, top_values, top_indices)
 
-    def _forward(
-        self, start: int, rows: int, width: int, span: int, capture: Capture | None
-    ) -> list[mx.array]:
-        """Run the history's tokens from `start`, `rows` of them, in one tile; lazily."""
-        self._clear_non_finite()
-        self._grow(span)
-        tokens = self._history[start : start + rows]
-        # A committed or just proposed token: padding meets no embedding that the rows do not.
-        tokens += tokens[-1:] * (width - rows)
-        tile = self._tiles.get(TileKey(width, span, self._capacity, capture))
-        arrays, self._arrays = self._arrays, []
-        try:
-            outputs, updated = tile(
-                mx.array([tokens], dtype=mx.int32), mx.array(start, dtype=mx.int32), arrays
-            )
-        except BaseException:
-            self._arrays = arrays
-            raise
-        # The old arrays must have no owner left when the tile is evaluated, or MLX copies them.
-        del arrays
-        self._arrays = updated
-        return outputs
-
     def _evaluate(self, outputs: list[list[mx.array]]) -> None:
         """Compute outputs and state; a device that fails here takes the state with it."""
+        state = self._state
         try:
-            mx.eval(outputs, self._arrays)
+            mx.eval(outputs, state.slots, [checkpoint.arrays for checkpoint in state.checkpoints])
         except Exception as failure:
             self._history.clear()
             self._cursor = 0
-            self._arrays = []
-            self._arrays = self._zero_state()
+            state.empty()
             raise RuntimeError(
                 "the device failed while it computed a forward; the engine was emptied, so begin "
                 f"again with the whole prompt ({failure})"
             ) from failure
 
-    def _clear_non_finite(self) -> None:
-        """Zero the slots past the cursor if a row there was not finite.
-
-        A masked slot has weight 0, and 0 * NaN is NaN: a rejected row that was not a number
-        would poison every later one.
-        """
-        stale = self._non_finite_until - self._cursor
-        if stale > 0:
-            at = mx.array([self._cursor])
-            for index, array in enumerate(self._arrays):
-                zeros = mx.zeros((*array.shape[:2], stale, array.shape[3]), array.dtype)
-                self._arrays[index] = mx.slice_update(array, zeros, at, axes=(2,))
-            mx.eval(self._arrays)
-        self._non_finite_until = 0
-
-    def _grow(self, span: int) -> None:
-        """Give the state room for `span` and a tile past it, one layer's copy at a time."""
-        needed = span + self.verify_tile_width
-        if needed <= self._capacity:
-            return
-        capacity = self._capacity_for(span)
-        origin = mx.array([0])
-        for index, array in enumerate(self._arrays):
-            shape = (*array.shape[:2], capacity, array.shape[3])
-            self._arrays[index] = mx.slice_update(
-                mx.zeros(shape, array.dtype), array, origin, axes=(2,)
-            )
-            del array
-            mx.eval(self._arrays[index])
-        self._capacity = capacity
-        self._tiles.forget_other_capacities(capacity)
-
     def _capacity_for(self, tokens: int) -> int:
-        """Slots to allocate so that `tokens` fit: doublings of the first span, then the rest.
+        """Room to make for `tokens`: doublings of the first span, up to the last span.
 
         The last legal tile starts below a span's end, so it writes less than a tile past it.
         """
@@ -400,41 +432,19 @@ class StaticShapeEngine:
             slots *= 2
         return min(slots, largest) + self.verify_tile_width
 
-    def _zero_state(self) -> list[mx.array]:
-        arrays = [array for layer in self._layers for array in layer.zeros(self._capacity)]
-        mx.eval(arrays)
-        return arrays
-
-    def _require_room(self, count: int, what: str) -> None:
-        if count > self.max_verify_block_length:
+    def _require_room(self, count: int, room: int, what: str) -> None:
+        if count <= room:
+            return
+        if room < self._context_length - 1 - self._cursor:
             raise ValueError(
-                f"{what}: expected at most {self.max_verify_block_length} tokens, got {count}: "
-                f"the context holds {self._context_length} tokens, the last of which is only "
-                f"emitted, and {self._cursor} are processed. Shorten the input or raise "
-                "max_context_length"
+                f"{what}: expected at most {room} tokens, got {count}: were more rejected at once, "
+                "the sliding windows could not go back. Verify a shorter block"
             )
-
-
-def checked_tile_widths(
-    tile_widths: Sequence[int], placement: str, span_step: int
-) -> tuple[int, ...]:
-    """The ladder in ascending order.
-
-    Raises:
-        ValueError: No width, a width below 1, an unknown placement, or for "aligned" more than
-            one width or one that does not divide the span buckets.
-    """
-    widths = tuple(sorted(set(tile_widths)))
-    if not widths or any(isinstance(w, bool) or not isinstance(w, int) or w < 1 for w in widths):
-        raise ValueError(f"tile_widths: expected positive widths in rows, got {tile_widths!r}")
-    if placement not in ("free", "aligned"):
-        raise ValueError(f"placement: expected 'free' or 'aligned', got {placement!r}")
-    if placement == "aligned" and (len(widths) != 1 or span_step % widths[0]):
         raise ValueError(
-            "aligned placement: expected one tile width that divides the span step of "
-            f"{span_step}, got {tile_widths!r}; for example tile_widths=(8,)"
+            f"{what}: expected at most {room} tokens, got {count}: the context holds "
+            f"{self._context_length} tokens, the last of which is only emitted, and {self._cursor} "
+            "are processed. Shorten the input or raise max_context_length"
         )
-    return widths
 
 
 def _prefill_widths(step_size: int) -> tuple[int, ...]:
@@ -466,16 +476,16 @@ def _weights(model: nn.Module) -> list[mx.array]:
     return [array for _, array in flat]
 
 
-def _warm_up(model: nn.Module) -> tuple[list[LayerShape], int]:
+def _warm_up(model: nn.Module, widest_tile: int) -> tuple[StateLayout, int]:
     """Run one token eagerly, which evaluates what the tiles hold as constants.
 
     An array that is not evaluated when a tile is traced, such as a lazily built table of rope
     frequencies that is no parameter, would be computed again in every call.
 
     Returns:
-        Every layer's shape, and the width of a row of logits.
+        The model's state, and the width of a row of logits.
     """
     caches = make_prompt_cache(model)
     logits = model(mx.array([[0]]), cache=caches)
     mx.eval(logits, model.parameters())
-    return [LayerShape.of(cache) for cache in caches], logits.shape[-1]
+    return StateLayout.of(caches, widest_tile), logits.shape[-1]

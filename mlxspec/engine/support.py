@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import _get_classes
 
+from mlxspec.engine.placement import Placement
+from mlxspec.engine.state import foreign_kinds, layer_kind
 from mlxspec.errors import UnsupportedModel
 
 # Modules of mlx_lm.models that the test suite builds from a tiny config and compares, token for
@@ -23,6 +25,10 @@ STATIC_FAMILIES: frozenset[str] = frozenset({
     "internlm3", "Klear", "lille-130m", "llama", "qwen3_moe",
 })
 # fmt: on
+
+# Recurrent families whose rows are bitwise equal in every width (measured by the test suite on
+# MLX's CPU backend). The others are placed at multiples of one width, where that does not matter.
+_ANCHORED_FAMILIES = frozenset({"lfm2", "lfm2_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"})
 
 _COMPRESSED_KEYS = (
     "it computes attention in one way for one row and in another, which expands all compressed "
@@ -86,10 +92,8 @@ def why_not_static(model: nn.Module) -> str | None:
     for _, module in model.named_modules():
         if type(module).__name__ == "DynamicNTKScalingRoPE":
             return f"{family}: its rope type 'dynamic' changes every key with the length"
-    kinds = [_foreign_kind(cache) for cache in make_prompt_cache(model)]
-    foreign = sorted({kind for kind in kinds if kind is not None})
-    if foreign:
-        return f"{family} has {' and '.join(foreign)}, which the static engine cannot rewind yet"
+    if foreign := foreign_kinds(make_prompt_cache(model)):
+        return f"{family} has layers with {' and '.join(foreign)}, whose state cannot be rewound"
     for part in parts:
         if part not in STATIC_FAMILIES:
             return f"{part} has not been checked to be exact in fixed-shape graphs"
@@ -107,6 +111,13 @@ def require_static(model: nn.Module) -> None:
             f"the static engine cannot run this model: {reason}. It runs plainly, without "
             "speculation, under the dynamic engine: --engine dynamic, or engine='dynamic'"
         )
+
+
+def default_placement(model: nn.Module) -> Placement:
+    """Where tiles start if the user does not say: see `mlxspec.engine.placement`."""
+    if not any("recurrent" in layer_kind(cache) for cache in make_prompt_cache(model)):
+        return "free"
+    return "anchored" if _ANCHORED_FAMILIES.issuperset(_families_inside(model)) else "aligned"
 
 
 def default_context_length(model: nn.Module, widest_tile: int) -> int:
@@ -147,16 +158,3 @@ def _families_inside(model: nn.Module) -> list[str]:
         for name in names
         if name.startswith("mlx_lm.models.") and hasattr(sys.modules[name], "Model")
     ]
-
-
-def _foreign_kind(cache: object) -> str | None:
-    """How a person would call a layer kind that is not full attention; None if it is."""
-    if type(cache) is KVCache:
-        return None
-    return {
-        "RotatingKVCache": "sliding-window layers",
-        "ArraysCache": "recurrent layers",
-        "MambaCache": "recurrent layers",
-        "ChunkedKVCache": "chunked-attention layers",
-        "CacheList": "layers with several states",
-    }.get(type(cache).__name__, f"layers with a {type(cache).__name__}")

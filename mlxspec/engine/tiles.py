@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxspec.engine.caches import StaticKVCache, causal_mask
 from mlxspec.engine.protocol import Capture
+from mlxspec.engine.state import StateLayout, TileFrame
 from mlxspec.scan import LogitRowScan
 
-TileFunction = Callable[[mx.array, mx.array, list[mx.array]], tuple[list[mx.array], list[mx.array]]]
+Arrays = list[mx.array]
+TileFunction = Callable[[mx.array, mx.array, Arrays, Arrays], tuple[Arrays, Arrays, Arrays]]
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class TileKey:
     Attributes:
         width: Rows.
         span: Slots every row attends to.
-        capacity: Slots of the state's arrays; it only changes where the span does.
+        capacity: Tokens the slots have room for; it only changes where the span does.
         capture: What the rows bring back; None for prefill, whose logits are never computed.
     """
 
@@ -41,8 +42,9 @@ class Tiles:
     tile is traced once per thread that calls it.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, layout: StateLayout):
         self._model = model
+        self._layout = layout
         self._tiles: dict[TileKey, TileFunction] = {}
         self._traced = _TracedInThisThread()
         self._compiled: bool | None = None
@@ -52,10 +54,10 @@ class Tiles:
         """The compiled forward of this key.
 
         Returns:
-            A function of (tokens int32 [1, width], start int32 [], arrays) that returns
-            (outputs, arrays). The arrays are the layers' keys and values in turn; those passed
-            in are consumed. Outputs are `[]` for prefill, else int32 [2, width] with the argmax
-            and the NaN count of every row, then what `capture` names, in its order.
+            A function of (tokens int32 [1, width], start int32 [], slots, recurrent states) that
+            returns (outputs, slots, recurrent states). The slots passed in are consumed. Outputs
+            are `[]` for prefill, else int32 [2, width] with the argmax and the NaN count of every
+            row, then what `capture` names, in its order.
         """
         tile = self._tiles.get(key)
         if tile is None:
@@ -78,28 +80,25 @@ class Tiles:
         self._tiles = {key: tile for key, tile in self._tiles.items() if key.capacity == capacity}
 
     def _forward(self, key: TileKey) -> TileFunction:
-        model = self._model
+        model, layout = self._model, self._layout
 
         def forward(
-            tokens: mx.array, start: mx.array, arrays: list[mx.array]
-        ) -> tuple[list[mx.array], list[mx.array]]:
+            tokens: mx.array, start: mx.array, slots: Arrays, recurrent: Arrays
+        ) -> tuple[Arrays, Arrays, Arrays]:
             self._count_trace(key)
-            mask = causal_mask(key.width, key.span, start)
-            caches = [
-                StaticKVCache(keys, values, start, mask)
-                for keys, values in zip(arrays[0::2], arrays[1::2], strict=True)
-            ]
+            frame = TileFrame(key.width, key.span, start, prefill=key.capture is None)
+            caches = layout.bind(slots, recurrent, frame)
             logits = model(tokens, cache=caches)[0]
-            updated = [array for cache in caches for array in (cache.keys, cache.values)]
+            state = layout.collect(caches)
             if key.capture is None:
-                return [], updated
+                return [], *state
             rows = LogitRowScan(top_k=key.capture.top_k)(logits)
             outputs = [mx.stack([rows.argmax.astype(mx.int32), rows.nan_count.astype(mx.int32)])]
             if key.capture.logits:
                 outputs.append(logits)
             if rows.top_values is not None and rows.top_indices is not None:
                 outputs += [rows.top_values, rows.top_indices]
-            return outputs, updated
+            return outputs, *state
 
         return forward
 

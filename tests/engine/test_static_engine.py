@@ -34,7 +34,7 @@ def tokens(count, seed=0):
 
 def snapshot(engine):
     """Everything a refused call must leave alone, bit for bit."""
-    state = [bytes(memoryview(array.view(mx.uint8))) for array in engine._arrays]
+    state = [bytes(memoryview(array.view(mx.uint8))) for array in engine._state.slots]
     return list(engine.tokens), engine.processed_token_count, state
 
 
@@ -208,11 +208,11 @@ def test_prefill_computes_the_state_that_decoding_computes(model):
 def test_the_last_legal_write_stays_in_its_own_head(model):
     engine = make(model, widths=(8,))
     engine.prefill(tokens(N - 2))
-    before = [mx.array(array) for array in engine._arrays]
+    before = [mx.array(array) for array in engine._state.slots]
     engine.verify([1])
     written = slice(N - 2, N - 2 + 8)
     assert engine.capacity >= written.stop
-    for old, new in zip(before, engine._arrays, strict=True):
+    for old, new in zip(before, engine._state.slots, strict=True):
         changed = mx.any(old != new, axis=(0, 1, 3)).tolist()
         assert not any(changed[: written.start] + changed[written.stop :])
         assert mx.all(mx.any(old != new, axis=3)[:, :, written]).item()
@@ -240,7 +240,7 @@ def test_decoding_never_copies_the_state(model, capacity):
     engine = make(
         model, max_context_length=40_000, span_step=1024, initial_capacity=capacity, widths=(8,)
     )
-    state = sum(array.nbytes for array in engine._arrays)
+    state = sum(array.nbytes for array in engine._state.slots)
     for _ in range(3):
         engine.verify(tokens(8))
     gc.collect()

@@ -1,0 +1,180 @@
+"""Where a tile starts and ends: the rule that makes a position's row the same in every round.
+
+Three rules, for what the layers of a model and the device's kernels allow:
+
+- free (attention only): a tile starts at the cursor.
+- anchored (recurrent layers whose rows are bitwise equal in every width): the recurrent state is
+  kept at a position at or before the cursor. A tile starts there and feeds again the tokens
+  between. A tile whose every row is committed moves the state forward.
+- aligned (rows that depend on the width): there is one width, and a tile starts at a multiple
+  of it, so a position is always computed in the same row of the same shape.
+
+No tile of any rule crosses the end of a span.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from mlxspec.engine.spans import SpanRule
+
+Placement = Literal["free", "anchored", "aligned"]
+
+_DEFAULT_LADDER = (1, 2, 4, 8, 16)
+_DEFAULT_ALIGNED_WIDTH = (8,)
+
+
+class TilePlacement(Protocol):
+    """Start and end of the tile that computes a position."""
+
+    def start(self, position: int, checkpoint: int) -> int:
+        """First position of the tile; `checkpoint` is what the recurrent state covers."""
+
+    def end(self, start: int) -> int:
+        """One past the last position a tile from `start` may compute."""
+
+    def reaches(self, position: int, checkpoint: int) -> bool:
+        """Whether one tile computes `position` with a recurrent state kept at `checkpoint`."""
+
+    def prefill_widths(self, widths: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of the widths that full prefill tiles may have, descending."""
+
+
+@dataclass(frozen=True)
+class FreePlacement:
+    """Tiles start where they are needed."""
+
+    widest: int
+    spans: SpanRule
+
+    def start(self, position: int, checkpoint: int) -> int:
+        """The position itself."""
+        return position
+
+    def end(self, start: int) -> int:
+        """The tile's width on, or the end of the span."""
+        return min(start + self.widest, self.spans.span(start))
+
+    def reaches(self, position: int, checkpoint: int) -> bool:
+        """Always: there is no recurrent state."""
+        return True
+
+    def prefill_widths(self, widths: tuple[int, ...]) -> tuple[int, ...]:
+        """All of them."""
+        return widths
+
+
+@dataclass(frozen=True)
+class AnchoredPlacement:
+    """Tiles start where the recurrent state is kept.
+
+    A tile that would cross a span's end is narrowed to the widest that does not; as the narrowest
+    width divides all others and every span, the state always arrives at the end exactly.
+    """
+
+    widths: tuple[int, ...]
+    spans: SpanRule
+
+    def start(self, position: int, checkpoint: int) -> int:
+        """The position the state covers."""
+        return checkpoint
+
+    def end(self, start: int) -> int:
+        """The widest ladder step on that does not cross the end of the span."""
+        room = self.spans.span(start) - start
+        return start + max(width for width in self.widths if width <= room)
+
+    def reaches(self, position: int, checkpoint: int) -> bool:
+        """Whether the tile from the checkpoint holds the position."""
+        return position < self.end(checkpoint)
+
+    def prefill_widths(self, widths: tuple[int, ...]) -> tuple[int, ...]:
+        """All of them: every one leaves the state at its end."""
+        return widths
+
+
+@dataclass(frozen=True)
+class AlignedPlacement:
+    """Tiles of one width at its multiples."""
+
+    width: int
+    recurrent: bool
+
+    def start(self, position: int, checkpoint: int) -> int:
+        """The last multiple of the width."""
+        return position // self.width * self.width
+
+    def end(self, start: int) -> int:
+        """The next multiple; the width divides every span, so it lies inside the span."""
+        return start + self.width
+
+    def reaches(self, position: int, checkpoint: int) -> bool:
+        """Whether a recurrent state, if there is one, is kept at the tile's start."""
+        return not self.recurrent or checkpoint == self.start(position, checkpoint)
+
+    def prefill_widths(self, widths: tuple[int, ...]) -> tuple[int, ...]:
+        """All, or for recurrent state the multiples of the width, so it ends at a tile's start."""
+        if not self.recurrent:
+            return widths
+        multiples = tuple(width for width in widths if width % self.width == 0)
+        return multiples if self.width in multiples else (*multiples, self.width)
+
+
+def tile_placement(
+    placement: Placement, widths: tuple[int, ...], spans: SpanRule, recurrent: bool
+) -> TilePlacement:
+    """The rule of that name.
+
+    Raises:
+        ValueError: The rule does not fit the layers: recurrent state cannot be placed freely,
+            and without one there is nothing to anchor.
+    """
+    if placement == "aligned":
+        return AlignedPlacement(widths[0], recurrent)
+    if placement == "free" and recurrent:
+        raise ValueError(
+            "placement: 'free' would need the state after every token, and this model has "
+            "recurrent layers; use 'anchored' or 'aligned'"
+        )
+    if placement == "anchored":
+        if not recurrent:
+            raise ValueError("placement: 'anchored' is for recurrent layers; use 'free'")
+        return AnchoredPlacement(widths, spans)
+    return FreePlacement(widths[-1], spans)
+
+
+def default_tile_widths(placement: Placement | None) -> tuple[int, ...]:
+    """The ladder of a placement where the user names none."""
+    return _DEFAULT_ALIGNED_WIDTH if placement == "aligned" else _DEFAULT_LADDER
+
+
+def checked_tile_widths(
+    tile_widths: Sequence[int] | None, placement: Placement | None, span_step: int
+) -> tuple[int, ...]:
+    """The ladder in ascending order, checked against the placement (None: not known yet).
+
+    Raises:
+        ValueError: No width, a width below 1, an unknown placement, or widths that it cannot use.
+    """
+    if placement not in (None, "free", "anchored", "aligned"):
+        raise ValueError(f"placement: expected 'free', 'anchored' or 'aligned', got {placement!r}")
+    if tile_widths is None:
+        tile_widths = default_tile_widths(placement)
+    if not tile_widths or any(
+        isinstance(w, bool) or not isinstance(w, int) or w < 1 for w in tile_widths
+    ):
+        raise ValueError(f"tile_widths: expected positive widths in rows, got {tile_widths!r}")
+    widths = tuple(sorted(set(tile_widths)))
+    if placement == "aligned" and (len(widths) != 1 or span_step % widths[0]):
+        raise ValueError(
+            "aligned placement: expected one tile width that divides the span step of "
+            f"{span_step}, got {tile_widths!r}; for example tile_widths=(8,)"
+        )
+    if placement == "anchored" and any(width % widths[0] for width in (*widths, span_step)):
+        raise ValueError(
+            "anchored placement: expected a narrowest width that divides all others and the span "
+            f"step of {span_step}, got {tile_widths!r}; for example tile_widths=(1, 2, 4, 8)"
+        )
+    return widths

@@ -1,0 +1,142 @@
+"""The state of a whole model: which arrays its layers have, and the caches bound over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
+
+from mlxspec.engine.state.frame import TileFrame
+from mlxspec.engine.state.full import FullAttentionLayer
+from mlxspec.engine.state.recurrent import RecurrentLayer
+from mlxspec.engine.state.ring import RingLayer, RingRule
+
+SlotLayer = FullAttentionLayer | RingLayer
+Layer = SlotLayer | RecurrentLayer | tuple["Layer", ...]
+
+
+def layer_kind(cache: Any) -> str:
+    """How a person calls a layer with this cache of mlx-lm; the ones a layout takes are first."""
+    if type(cache) is KVCache:
+        return "full attention"
+    if type(cache) is RotatingKVCache and cache.keep == 0:
+        return "sliding window"
+    if type(cache) is ArraysCache:
+        return "recurrent"
+    if type(cache) is CacheList:
+        return " + ".join(layer_kind(part) for part in cache.caches)
+    return f"a {type(cache).__name__}"
+
+
+def foreign_kinds(caches: Sequence[Any]) -> list[str]:
+    """The kinds among these caches of mlx-lm that no layout takes, each once."""
+    known = {"full attention", "sliding window", "recurrent"}
+    kinds = {kind for cache in caches for kind in layer_kind(cache).split(" + ")}
+    return sorted(kinds - known)
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """The layers of a model in the order of its caches.
+
+    Slots (keys and values) are written in place and consumed by every forward; recurrent states
+    are small, and a forward leaves the old ones alone, so that they can serve as checkpoints.
+    """
+
+    layers: tuple[Layer, ...]
+
+    @staticmethod
+    def of(caches: Sequence[Any], widest_tile: int) -> StateLayout:
+        """Read off mlx-lm's caches after one token.
+
+        Args:
+            caches: What `make_prompt_cache` gave and a forward filled.
+            widest_tile: Rows of the widest decode tile.
+        """
+
+        def layer(cache: Any) -> Layer:
+            if isinstance(cache, CacheList):
+                return tuple(layer(part) for part in cache.caches)
+            if isinstance(cache, ArraysCache):
+                return RecurrentLayer.of(cache)
+            if isinstance(cache, RotatingKVCache):
+                return RingLayer.of(cache, widest_tile)
+            return FullAttentionLayer.of(cache)
+
+        return StateLayout(tuple(layer(cache) for cache in caches))
+
+    @property
+    def rings(self) -> frozenset[RingRule]:
+        """The rules of all rings; empty where no layer has a window."""
+        return frozenset(layer.rule for layer in self._slot_layers if isinstance(layer, RingLayer))
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether any layer has a recurrent or convolutional state."""
+        return any(isinstance(layer, RecurrentLayer) for layer in _leaves(self.layers))
+
+    def zero_slots(self, capacity: int) -> list[mx.array]:
+        """Keys and values of an empty state, with room for `capacity` tokens."""
+        return [array for layer in self._slot_layers for array in layer.zeros(capacity)]
+
+    def zero_recurrent(self) -> list[mx.array]:
+        """The recurrent states before the first token."""
+        leaves = _leaves(self.layers)
+        return [
+            array for leaf in leaves if isinstance(leaf, RecurrentLayer) for array in leaf.zeros()
+        ]
+
+    def grow(self, slots: list[mx.array], capacity: int) -> None:
+        """Give every array of slots room for `capacity` tokens, in place in the list.
+
+        One array is copied at a time, so the peak is one array more, not one state more.
+        """
+        for index, layer in enumerate(self._layer_of_each_array):
+            slots[index] = layer.grow(slots[index], capacity)
+            mx.eval(slots[index])
+
+    def clear(self, slots: list[mx.array], begin: int, end: int) -> None:
+        """Zero the slots of positions begin..end-1, in place in the list."""
+        for index, layer in enumerate(self._layer_of_each_array):
+            slots[index] = layer.clear(slots[index], begin, end)
+        mx.eval(slots)
+
+    def bind(self, slots: list[mx.array], recurrent: list[mx.array], frame: TileFrame) -> list[Any]:
+        """Caches for mlx-lm's model over these arrays."""
+        slot_arrays, recurrent_arrays = iter(slots), iter(recurrent)
+
+        def cache(layer: Layer) -> Any:
+            if isinstance(layer, tuple):
+                return [cache(part) for part in layer]
+            if isinstance(layer, RecurrentLayer):
+                return layer.bind([next(recurrent_arrays) for _ in layer.shapes], frame)
+            return layer.bind([next(slot_arrays), next(slot_arrays)], frame)
+
+        return [cache(layer) for layer in self.layers]
+
+    def collect(self, caches: list[Any]) -> tuple[list[mx.array], list[mx.array]]:
+        """Slots and recurrent states as a forward left them in its caches."""
+        slots: list[mx.array] = []
+        recurrent: list[mx.array] = []
+        for layer, cache in zip(_leaves(self.layers), _leaves(caches), strict=True):
+            (recurrent if isinstance(layer, RecurrentLayer) else slots).extend(cache.arrays)
+        return slots, recurrent
+
+    @property
+    def _slot_layers(self) -> list[SlotLayer]:
+        return [leaf for leaf in _leaves(self.layers) if not isinstance(leaf, RecurrentLayer)]
+
+    @property
+    def _layer_of_each_array(self) -> list[SlotLayer]:
+        return [layer for layer in self._slot_layers for _ in ("keys", "values")]
+
+
+def _leaves(items: Sequence[Any]) -> Iterator[Any]:
+    for item in items:
+        if isinstance(item, tuple | list):
+            yield from _leaves(item)
+        else:
+            yield item

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     )
     from mlxspec.generation import GenerationResponse, generate, generate_step, stream_generate
     from mlxspec.models import load
-    from mlxspec.scan import LogitRowScan, RowScan
+    from mlxspec.models import load
+from mlxspec.scan import LogitRowScan, RowScan
 
 __all__ = [
     "Capture",
@@ -60,6 +61,7 @@ __all__ = [
     "__version__",
     "generate",
     "generate_step",
+    "load",
     "load",
     "stream_generate",
 ]

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     )
     from mlxspec.generation import GenerationResponse, generate, generate_step, stream_generate
     from mlxspec.models import load
-    from mlxspec.models import load
-from mlxspec.scan import LogitRowScan, RowScan
+    from mlxspec.scan import LogitRowScan, RowScan
 
 __all__ = [
     "Capture",
@@ -61,7 +60,6 @@ __all__ = [
     "__version__",
     "generate",
     "generate_step",
-    "load",
     "load",
     "stream_generate",
 ]

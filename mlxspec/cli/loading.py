@@ -47,7 +47,9 @@ def load_for(args: Namespace) -> Loaded:
     )
     for token in args.extra_eos_token:
         _add_end_token(tokenizer, token)
-    context_length = args.max_context_length or default_context_length(model, _widest_tile(args))
+    context_length = args.max_context_length or default_context_length(
+        model, _widest_tile(model, args)
+    )
     return Loaded(model, tokenizer, context_length)
 
 
@@ -71,7 +73,7 @@ def _refuse_model(config: Mapping[str, Any], args: Namespace) -> None:
     structure = model_from_config(config)
     if args.engine == "static":
         require_static(structure)
-    limit = context_limit(structure, _widest_tile(args))
+    limit = context_limit(structure, _widest_tile(structure, args))
     if limit is not None and (args.max_context_length or 0) > limit:
         raise UsageError(
             f"--max-context-length: expected at most {limit}, as the model has a table of "
@@ -92,10 +94,18 @@ def _add_end_token(tokenizer: Any, token: str) -> None:
         )
 
 
-def _widest_tile(args: Namespace) -> int:
-    from mlxspec.engine.static import DEFAULT_TILE_WIDTHS
+def _widest_tile(model: Any, args: Namespace) -> int:
+    """Rows of the engine's widest decode tile, from the model's structure."""
+    from mlxspec.engine.placement import checked_tile_widths
+    from mlxspec.engine.spans import SpanRule
+    from mlxspec.engine.support import default_placement
 
-    return 1 if args.engine == "dynamic" else max(args.tile_widths or DEFAULT_TILE_WIDTHS)
+    if args.engine == "dynamic":
+        return 1
+    try:
+        return checked_tile_widths(args.tile_widths, default_placement(model), SpanRule.step)[-1]
+    except ValueError as problem:
+        raise UsageError(f"--tile-widths: this model needs {problem}") from problem
 
 
 def _quantized(quantization: Mapping[str, Any]) -> str:

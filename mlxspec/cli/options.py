@@ -263,7 +263,8 @@ def add_engine_options(parser: ArgumentParser) -> None:
         "--tile-widths",
         type=widths,
         metavar="W,W,...",
-        help="rows that the compiled forwards may have (default: 1,2,4,8,16)",
+        help="rows that the compiled forwards may have (default: 1,2,4,8,16, or what the layers "
+        "of the model need)",
     )
     group.add_argument(
         "--max-context-length",

@@ -41,8 +41,8 @@ def story_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def bare_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The story model without a chat template."""
-    return make_story_model(tmp_path_factory.mktemp("models") / "bare", chat_template=False)
+    """The story model without a chat template and without a token before a text."""
+    return make_story_model(tmp_path_factory.mktemp("models") / "bare", bare=True)
 
 
 @pytest.fixture(autouse=True)

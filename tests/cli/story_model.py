@@ -13,7 +13,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from mlxspec.engine.support import model_from_config
 
@@ -23,9 +23,10 @@ WORDS = (
 )
 # "é" and the smiley were not in the tokenizer's training text: they are two and four tokens.
 STORY = f"{WORDS}é!😀\n"
-SPECIAL = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
+SPECIAL = ("<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 CONTEXT_LENGTH = 4096
 TEMPLATE = (
+    "<|begin|>"
     "{% if messages[0].content == 'forbidden' %}{{ raise_exception('no such system') }}{% endif %}"
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ suffix }}"
     "{% if not loop.last or add_generation_prompt %}<|end|>{% endif %}{% endfor %}"
@@ -33,16 +34,16 @@ TEMPLATE = (
 )
 
 
-def make_story_model(folder: Path, *, chat_template: bool = True) -> Path:
+def make_story_model(folder: Path, *, bare: bool = False) -> Path:
     """Write config, weights and tokenizer to a new folder.
 
     Args:
         folder: Where; it is made.
-        chat_template: Give the tokenizer a chat template.
+        bare: Give the tokenizer no chat template and no token before a text.
     """
     folder.mkdir()
     tokenizer = _tokenizer()
-    story = tokenizer.encode(STORY).ids
+    story = tokenizer.encode(STORY, add_special_tokens=False).ids
     assert len(set(story)) == len(story), "a successor must be a function of the token"
     vocab_size = tokenizer.get_vocab_size()
     hidden_size = -(-vocab_size // 32) * 32
@@ -61,10 +62,14 @@ def make_story_model(folder: Path, *, chat_template: bool = True) -> Path:
     }
     (folder / "config.json").write_text(json.dumps(config))
     mx.save_safetensors(str(folder / "model.safetensors"), _weights(config, story))
-    tokenizer.save(str(folder / "tokenizer.json"))
     tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"}
-    if chat_template:
+    if not bare:
+        begin = ("<|begin|>", tokenizer.token_to_id("<|begin|>"))
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<|begin|> $A", special_tokens=[begin]
+        )
         tokenizer_config["chat_template"] = TEMPLATE
+    tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     return folder
 

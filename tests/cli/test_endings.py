@@ -32,8 +32,11 @@ sys.exit(main())
 def _generating(model: Path, *options: str) -> Iterator[subprocess.Popen]:
     """The command in a process of its own, killed if the test leaves it running."""
     words = ["generate", "--model", str(model), *_ENDLESS, *options]
+    # An unbuffered stdout would hide what is lost, or complained of, in its buffer.
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
     process = subprocess.Popen(
         [sys.executable, "-c", _SCRIPT, *words],
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

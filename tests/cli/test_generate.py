@@ -7,13 +7,16 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import mlx_lm
 import pytest
 
 from mlxspec.cli.main import main
 from mlxspec.decoding.options import DEFAULT_NUM_DRAFT_TOKENS
-from mlxspec.engine.static import DEFAULT_PREFILL_STEP_SIZE, DEFAULT_TILE_WIDTHS
+from mlxspec.engine.placement import default_tile_widths
+from mlxspec.engine.static import DEFAULT_PREFILL_STEP_SIZE
+from mlxspec.errors import ModelNotFound
 from tests.cli.conftest import Run
 from tests.cli.story_model import STORY, WORDS, told
 
@@ -142,6 +145,20 @@ def test_the_chat_template_is_used_unless_it_is_ignored(generate: Run, bare_mode
     assert generate(*words, model=bare_model).text == "brown fox"
 
 
+@pytest.fixture
+def passed_on(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """What `stream_generate` was called with: the prompt, and the options."""
+    calls = []
+    stream_generate = sys.modules["mlxspec.generation"].stream_generate
+
+    def record(model: Any, tokenizer: Any, prompt: list[int], **options: Any) -> Any:
+        calls.append((prompt, options))
+        return stream_generate(model, tokenizer, prompt, **options)
+
+    monkeypatch.setattr("mlxspec.generation.stream_generate", record)
+    return calls
+
+
 @pytest.mark.parametrize(
     ("options", "messages", "variables"),
     [
@@ -153,10 +170,10 @@ def test_the_chat_template_is_used_unless_it_is_ignored(generate: Run, bare_mode
 def test_the_model_reads_the_chat_that_mlx_lm_would_give_it(
     options: list[str],
     messages: list[tuple[str, str]],
-    variables: dict,
+    variables: dict[str, str],
     generate: Run,
     story_model: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    passed_on: list[tuple],
 ) -> None:
     _, tokenizer = mlx_lm.load(str(story_model), lazy=True)
     expected = tokenizer.apply_chat_template(
@@ -164,16 +181,63 @@ def test_the_model_reads_the_chat_that_mlx_lm_would_give_it(
         add_generation_prompt=True,
         **variables,
     )
-    prompts = []
-    stream_generate = sys.modules["mlxspec.generation"].stream_generate
-    monkeypatch.setattr(
-        "mlxspec.generation.stream_generate",
-        lambda model, tokenizer, prompt, **options: (
-            prompts.append(prompt) or stream_generate(model, tokenizer, prompt, **options)
-        ),
-    )
     assert generate(*options, "-m", 1).code == 0
-    assert prompts == [expected]
+    assert passed_on[0][0] == expected
+
+
+def test_a_raw_prompt_has_the_tokens_that_mlx_lm_puts_before_a_text(
+    generate: Run, story_model: Path, passed_on: list[tuple]
+) -> None:
+    _, tokenizer = mlx_lm.load(str(story_model), lazy=True)
+    assert generate(RAW, "-p", "one quick", "-m", 1).code == 0
+    assert passed_on[0][0] == tokenizer.encode("one quick", add_special_tokens=True)
+    assert tokenizer.decode(passed_on[0][0]) == "<|begin|>one quick"
+
+
+def test_the_options_reach_the_generation(generate: Run, passed_on: list[tuple]) -> None:
+    words = "--prompt-lookup --prompt-lookup-min-ngram 2 --prompt-lookup-max-ngram 4 "
+    words += "--num-draft-tokens 5 --no-align-proposals --tile-widths 1,4 --max-context-length 200 "
+    assert generate(*words.split(), "--prefill-step-size", 64, "--max-tokens", 3).code == 0
+    _, options = passed_on[0]
+    drafter = options.pop("drafter")
+    assert (drafter.min_ngram, drafter.max_ngram) == (2, 4)
+    assert options == {
+        "num_draft_tokens": 5,
+        "align_proposals": False,
+        "tile_widths": (1, 4),
+        "max_context_length": 200,
+        "prefill_step_size": 64,
+        "max_tokens": 3,
+        "engine": "static",
+        "prompt_progress_callback": None,
+    }
+
+
+def test_the_options_reach_the_loader(
+    generate: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, story_model: Path
+) -> None:
+    for name in ("adapter_config.json", "adapters.safetensors"):
+        (tmp_path / name).touch()
+    calls = []
+
+    def record(path: Path, **options: Any) -> None:
+        calls.append((path, options))
+        raise ModelNotFound("far enough")
+
+    monkeypatch.setattr("mlxspec.models.load", record)
+    assert generate("--trust-remote-code", "--adapter-path", tmp_path).code == 2
+    assert calls == [
+        (
+            story_model,
+            {
+                "adapter_path": str(tmp_path),
+                "tokenizer_config": {"trust_remote_code": True},
+                "model_config": {"quantize_activations": False},
+                "lazy": True,
+                "trust_remote_code": True,
+            },
+        )
+    ]
 
 
 def test_a_prefilled_answer_is_gone_on_from(generate: Run) -> None:
@@ -203,8 +267,8 @@ def test_help_tells_the_defaults_that_hold(capsys: pytest.CaptureFixture) -> Non
     text = " ".join(capsys.readouterr().out.split())
     for option, default in (
         ("--num-draft-tokens N", DEFAULT_NUM_DRAFT_TOKENS),
-        ("--tile-widths W,W,...", ",".join(map(str, DEFAULT_TILE_WIDTHS))),
+        ("--tile-widths W,W,...", ",".join(map(str, default_tile_widths("free")))),
         ("--prefill-step-size N", DEFAULT_PREFILL_STEP_SIZE),
         ("--model MODEL", "smollm2"),
     ):
-        assert re.search(rf"{re.escape(option)} [^()]*\(default: {default}\)", text), option
+        assert re.search(rf"{re.escape(option)} [^()]*\(default: {default}[,)]", text), option

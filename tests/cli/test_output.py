@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Generator
 
 import pytest
 
@@ -95,16 +96,18 @@ def test_a_piece_looks_as_the_token_does_that_completes_it(
     assert capsys.readouterr().out == printed
 
 
-def test_every_piece_is_printed_when_it_comes(capsys: pytest.CaptureFixture) -> None:
+def test_every_piece_leaves_the_program_when_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(pipe, encoding="utf-8"))
     seen = []
 
-    def responses():
+    def responses() -> Generator[GenerationResponse, None, None]:
         for text in ("Once", " upon", " a"):
             yield _response(text, False)
-            seen.append(capsys.readouterr().out)
+            seen.append(pipe.getvalue())
 
     print_text(responses(), None, None)
-    assert seen == ["Once", " upon", " a"]
+    assert seen == [b"Once", b"Once upon", b"Once upon a"]
 
 
 def test_a_character_that_stdout_lacks_does_not_end_the_text(

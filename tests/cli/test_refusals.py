@@ -11,6 +11,7 @@ import pytest
 
 import mlxspec.models
 from tests.cli.conftest import Run
+from tests.families.tiny import tiny_configs
 
 
 @pytest.fixture
@@ -244,21 +245,23 @@ def _folder_with_config(folder: Path, story_model: Path, **entries: object) -> P
 def test_a_model_that_is_not_static_is_refused_before_its_weights_are_read(
     tmp_path: Path, story_model: Path, generate: Run
 ) -> None:
-    mamba = _folder_with_config(
-        tmp_path,
-        story_model,
-        model_type="mamba",
-        intermediate_size=32,
-        state_size=4,
-        conv_kernel=4,
-        use_bias=False,
-        use_conv_bias=True,
-        time_step_rank=4,
-    )
-    outcome = generate(model=mamba)
+    folder = _folder_with_config(tmp_path, story_model, **tiny_configs()["gpt_bigcode"])
+    outcome = generate(model=folder)
     assert (outcome.code, outcome.out) == (2, "")
-    assert "the static engine cannot run this model: mamba" in outcome.err
+    assert "the static engine cannot run this model: gpt_bigcode" in outcome.err
     assert "--engine dynamic" in outcome.err
+
+
+@pytest.mark.usefixtures("_no_weights")
+def test_tile_widths_that_the_model_s_layers_do_not_take_are_refused_before_weights(
+    generate: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlxspec.engine.support.default_placement", lambda model: "anchored")
+    outcome = generate("--tile-widths", "2,3")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err.startswith(
+        "mlxspec generate: error: --tile-widths: this model needs anchored placement: expected"
+    )
 
 
 @pytest.mark.usefixtures("_no_weights")
@@ -284,18 +287,10 @@ def test_a_model_that_is_not_static_is_refused_before_its_weights_are_read(
             "quantized as affine; leave it out, or give another --model",
         ),
         (
-            {
-                "model_type": "gpt2",
-                "n_ctx": 64,
-                "n_embd": 32,
-                "n_head": 4,
-                "n_layer": 1,
-                "n_positions": 64,
-                "layer_norm_epsilon": 1e-5,
-            },
-            ["--max-context-length", "64", "--engine", "dynamic"],
-            "--max-context-length: expected at most 63, as the model has a table of positions, "
-            "got 64",
+            tiny_configs()["gpt2"],
+            ["--max-context-length", "256", "--engine", "dynamic"],
+            "--max-context-length: expected at most 255, as the model has a table of positions, "
+            "got 256",
         ),
     ],
 )
@@ -325,9 +320,9 @@ def test_a_config_that_the_options_do_not_go_with_is_refused_before_weights(
 )
 @pytest.mark.parametrize("engine", ["static", "dynamic"])
 def test_a_prompt_that_does_not_fit_is_refused(
-    options: list[str], message: str, engine: str, generate: Run
+    options: list[str], message: str, engine: str, generate: Run, bare_model: Path
 ) -> None:
-    outcome = generate("--ignore-chat-template", "--engine", engine, *options)
+    outcome = generate("--engine", engine, *options, model=bare_model)
     assert outcome == (2, "", f"mlxspec generate: error: {message}\n")
 
 

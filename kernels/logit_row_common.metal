@@ -75,7 +75,8 @@ inline float value_of(int key) {
 }
 
 // What the exponentials of a part are relative to: its maximum, or the lowest finite number where
-// the part holds none, so that no infinity is subtracted from itself.
+// the part holds nothing above -infinity, so that -infinity is never subtracted from itself. (What
+// -infinity then adds to the sum vanishes beside any finite maximum.)
 template <typename T>
 inline float anchor_of(int key) {
   return key <= -Infinity<T>::bits ? -FLOAT_MAX : value_of<T>(key);
@@ -85,7 +86,7 @@ inline float anchor_of(int key) {
 struct RowPart {
   int key;         // of the first maximum
   uint index;      // where it stands in the row
-  float sum;       // of exp(value - anchor); NaN where the maximum is +infinity, and then unused
+  float sum;       // of exp(value - anchor); without meaning where the maximum is infinite
   uint nan_count;
 };
 
@@ -124,8 +125,7 @@ inline void include(thread RowPart& part, T x, uint index) {
   float old_anchor = anchor_of<T>(part.key);
   float anchor = anchor_of<T>(key);
   float decay = metal::precise::exp(wins ? old_anchor - anchor : anchor - old_anchor);
-  float term = key > -Infinity<T>::bits ? 1.0f : 0.0f;
-  part.sum = wins ? part.sum * decay + term : part.sum + term * decay;
+  part.sum = wins ? part.sum * decay + 1.0f : part.sum + decay;
   part.key = wins ? key : part.key;
   part.index = wins ? index : part.index;
   part.nan_count += is_nan(x) ? 1 : 0;

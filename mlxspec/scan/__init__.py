@@ -1,5 +1,6 @@
 """The scan: from rows of logits to the tokens they choose, with one meaning on every backend."""
 
+from mlxspec.scan.check import KernelVerdict, check_kernels
 from mlxspec.scan.row_scan import Agreement, LogitRowScan, RowScan
 
-__all__ = ["Agreement", "LogitRowScan", "RowScan"]
+__all__ = ["Agreement", "KernelVerdict", "LogitRowScan", "RowScan", "check_kernels"]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib.resources import files
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -76,18 +75,17 @@ def default_split(vocab: int) -> SplitShape:
     return SplitShape.covering(vocab, MAX_THREADS * THREAD_LOGITS, MAX_THREADS)
 
 
-def kernel_folder() -> Traversable:
+def kernel_folder() -> Path:
     """Find the Metal sources: inside an installed package, or at the top of a checkout.
 
     Raises:
         FileNotFoundError: Neither place has them.
     """
-    packaged = files("mlxspec") / "kernels"
-    if packaged.is_dir():
-        return packaged
+    packaged = Path(str(files("mlxspec"))) / "kernels"
     checkout = Path(__file__).resolve().parents[2] / "kernels"
-    if checkout.is_dir():
-        return checkout
+    for folder in (packaged, checkout):
+        if folder.is_dir():
+            return folder
     raise FileNotFoundError(
         f"The Metal kernels are neither in {packaged} nor in {checkout}. Reinstall mlxspec."
     )
@@ -98,7 +96,7 @@ def kernel_text(name: str) -> str:
     return (kernel_folder() / f"{name}.metal").read_text(encoding="utf-8")
 
 
-@lru_cache(maxsize=None)
+@cache
 def _kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Any:
     """Build a kernel once; MLX makes a variant, with a name of its own, per template."""
     return mx.fast.metal_kernel(

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
 import os
+import platform
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +31,18 @@ from mlxspec.scan import metal_form
 HEADER = Path(__file__).with_name("metal_stand_in.h")
 COMPILER_FLAGS = (
     # Metal is C++14. Contraction and vectorising would blur what a fault changed.
-    *("-std=c++14", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-fno-fast-math"),
-    *("-U_FORTIFY_SOURCE", "-Wall", "-Werror", "-Wno-attributes", "-Wno-unknown-pragmas"),
+    *("-std=c++14", "-O1", "-fPIC", "-ffp-contract=off", "-fno-fast-math"),
+    # Two loaded kernels must not share what a header declares inline.
+    "-fvisibility=hidden",
+    *(
+        "-U_FORTIFY_SOURCE",
+        "-Wall",
+        "-Werror=uninitialized",
+        "-Wno-attributes",
+        "-Wno-unknown-pragmas",
+    ),
 )
+_EXPORTED = 'extern "C" __attribute__((visibility("default")))'
 _NUMPY = {
     mx.float32: np.float32,
     mx.float16: np.uint16,
@@ -102,8 +115,7 @@ class StandIn:
     """A context in which Metal kernels run on the CPU.
 
     Attributes:
-        edits: Replacements (old, new) made in the kernels' text; each must apply exactly once in
-            one of the texts. For planting faults.
+        edits: Replacements (old, new) made in the kernels' bodies and headers, to plant faults.
         order_seed: In which order SIMD groups and lanes take turns: 0 forward, 1 backward, else
             shuffled.
         flush_denormals: Float arithmetic flushes denormals to zero, as Apple's GPUs do (on x86).
@@ -172,15 +184,15 @@ class StandIn:
             group=launch["threadgroup"],
             order_seed=self.order_seed,
             flush_denormals=self.flush_denormals,
-            # A list of 32 over a full split takes about 200 accesses a thread and logit read.
-            step_limit=10_000_000 + 1_000 * sum(a.size for a in arrays),
+            # Far beyond what a thread of these kernels does: 32 rows of 32 rounds of 30 accesses.
+            step_limit=1_000_000 + 50_000 * math.prod(launch["grid"]),
             message=ctypes.cast(message, ctypes.c_char_p),
             message_bytes=len(message),
         )
         library, kernel = load(text)
         library.stand_in_run(ctypes.byref(run))
         if message.value:
-            raise KernelFault(f"{kernel}: {message.value.decode()}")
+            raise KernelFault(f"{kernel.split('__')[0]}: {message.value.decode()}")
 
         outputs = []
         for array, flags, dtype in zip(
@@ -208,6 +220,11 @@ class StandIn:
             )
         )
         return outputs
+
+
+def metal_gpu(**options: Any) -> Any:
+    """Open the GPU the kernel tests run on: the machine's own on a Mac, else the stand-in."""
+    return nullcontext(None) if mx.metal.is_available() else StandIn(**options)
 
 
 def printed_source(kernel: Any, inputs: list[mx.array], launch: dict[str, Any]) -> str:
@@ -243,7 +260,8 @@ def harness(text: str) -> tuple[str, str]:
         The C++ text, and the kernel's name.
     """
     signature = re.search(
-        r"(?P<template>template <[^>]*>\n)?\[\[kernel\]\] void (?P<name>\w+)\(\n(?P<list>.*?)\) \{\n",
+        r"(?P<template>template <[^>]*>\n)?\[\[kernel\]\] void (?P<name>\w+)\(\n"
+        r"(?P<list>.*?)\) \{\n",
         text,
         re.DOTALL,
     )
@@ -279,12 +297,12 @@ def harness(text: str) -> tuple[str, str]:
     if instance:
         call, body = instance["call"], body[: instance.start()]
     body = re.sub(
-        r"\bthreadgroup (\w+) (\w+)\[(.+)\];",
+        r"\bthreadgroup (\w+) (\w+)\[([^\]]+)\];",
         r'static stand_in::Shared<\1, \3> \2("\2");',
         body,
     )
     return (
-        f'#include "{HEADER}"\n'
+        f'#include "{HEADER.name}"\n'
         f"{text[: signature.start()]}"
         f"{signature['template'] or ''}void {name}({', '.join(parameters)}) {{\n"
         f"{body}\n"
@@ -293,15 +311,8 @@ def harness(text: str) -> tuple[str, str]:
         "  (void)launch;\n"
         f"  {call}({', '.join(arguments)});\n"
         "}\n"
-        'extern "C" void stand_in_run(stand_in::Launch* launch) {\n'
+        f"{_EXPORTED} void stand_in_run(stand_in::Launch* launch) {{\n"
         "  stand_in::run(*launch, one_thread);\n"
-        "}\n"
-        'extern "C" void stand_in_tanh(float* values, uint64_t count, int bytes, int brain) {\n'
-        "  for (uint64_t i = 0; i < count; i++) {\n"
-        "    values[i] = bytes == 4 ? metal::precise::tanh(values[i])\n"
-        "        : brain ? float(metal::precise::tanh(bfloat(values[i])))\n"
-        "                : float(metal::precise::tanh(half(values[i])));\n"
-        "  }\n"
         "}\n"
     ), name
 
@@ -333,39 +344,84 @@ def compiler() -> str:
 
 
 def compiled(source: str) -> Path:
-    """Compile C++ text to a shared library, kept in the temporary folder under its content's hash."""
+    """Compile C++ text to a shared library, kept in the temporary folder by its content's hash."""
     executable = compiler()
-    key = "\0".join((source, HEADER.read_text(), executable, *COMPILER_FLAGS))
-    folder = Path(tempfile.gettempdir()) / f"mlxspec-metal-stand-in-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise StandInError(
-            f"{folder} belongs to somebody else. Set TMPDIR to a folder of your own."
-        )
-    library = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.so"
+    library = _cache_folder() / f"{_key(source, executable)}.so"
     if not library.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as work:
-            file, made = Path(work) / "kernel.cpp", Path(work) / "kernel.so"
-            file.write_text(source)
-            done = subprocess.run(
-                [executable, *COMPILER_FLAGS, str(file), "-o", str(made)],
-                capture_output=True,
-                text=True,
-            )
-            if done.returncode:
-                raise StandInError(f"The kernel does not compile:\n{done.stderr[:4000]}")
-            os.replace(made, library)
+        include = f"-I{_header_folder(executable)}"
+        _compile(executable, ["-shared", include], source, "kernel.cpp", library)
     return library
 
 
-def tanh_of(kernel_library: ctypes.CDLL, values: np.ndarray, dtype: str) -> np.ndarray:
+def _header_folder(executable: str) -> Path:
+    """Make a folder with the stand-in's header, compiled beforehand: g++ then parses it once."""
+    folder = _cache_folder() / _key("header", executable)
+    folder.mkdir(exist_ok=True)
+    header = folder / HEADER.name
+    if not header.exists():
+        made = header.with_suffix(".h.gch")
+        _compile(executable, ["-x", "c++-header"], HEADER.read_text(), HEADER.name, made)
+        _write_whole(header, HEADER.read_text())
+    return folder
+
+
+def _compile(executable: str, options: list[str], source: str, name: str, target: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=target.parent) as work:
+        file, made = Path(work) / name, Path(work) / "made"
+        file.write_text(source)
+        done = subprocess.run(
+            [executable, *COMPILER_FLAGS, *options, str(file), "-o", str(made)],
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            raise StandInError(f"The kernel does not compile:\n{done.stderr[:4000]}")
+        # In one step, so that test processes running side by side never meet half a file.
+        os.replace(made, target)
+
+
+def _write_whole(target: Path, text: str) -> None:
+    with tempfile.NamedTemporaryFile("w", dir=target.parent, delete=False) as file:
+        file.write(text)
+    os.replace(file.name, target)
+
+
+def _key(source: str, executable: str) -> str:
+    parts = (source, HEADER.read_text(), executable, *COMPILER_FLAGS)
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def _cache_folder() -> Path:
+    folder = Path(tempfile.gettempdir()) / f"mlxspec-metal-stand-in-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise StandInError(f"{folder} is somebody else's. Set TMPDIR to a folder of your own.")
+    return folder
+
+
+_TANH = f"""
+{_EXPORTED} void stand_in_tanh(float* values, uint64_t count, int kind) {{
+  for (uint64_t i = 0; i < count; i++) {{
+    values[i] = kind == 0 ? metal::precise::tanh(values[i])
+        : kind == 1 ? float(metal::precise::tanh(half(values[i])))
+                    : float(metal::precise::tanh(bfloat(values[i])));
+  }}
+}}
+"""
+
+
+@cache
+def _maths() -> ctypes.CDLL:
+    return ctypes.CDLL(str(compiled(f'#include "{HEADER.name}"\n{_TANH}')))
+
+
+def tanh_of(values: np.ndarray, dtype: str) -> np.ndarray:
     """Hyperbolic tangent as the stand-in computes it for `dtype`, on values held in float32."""
     result = np.ascontiguousarray(values, np.float32).copy()
-    kernel_library.stand_in_tanh(
+    _maths().stand_in_tanh(
         ctypes.c_void_p(result.ctypes.data),
         ctypes.c_uint64(result.size),
-        4 if dtype == "float32" else 2,
-        dtype == "bfloat16",
+        ("float32", "float16", "bfloat16").index(dtype),
     )
     return result
 
@@ -381,3 +437,8 @@ def _mask(dtype: mx.Dtype) -> int:
 def _to_numpy(array: mx.array) -> np.ndarray:
     bits = array.view(mx.uint16) if array.dtype.size == 2 else array
     return np.array(bits).astype(_NUMPY[array.dtype], copy=True)
+
+
+def flushes_denormals() -> bool:
+    """Whether `StandIn(flush_denormals=True)` does something on this processor: on x86 it does."""
+    return platform.machine().lower() in ("x86_64", "amd64")

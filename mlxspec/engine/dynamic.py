@@ -138,7 +138,12 @@ class DynamicShapeEngine:
                     progress(begin + len(step), len(ids))
             mx.clear_cache()
 
-    def verify(self, block: Sequence[int], capture: Capture = Capture()) -> VerifyRows:  # noqa: B008
+    def verify(
+        self,
+        block: Sequence[int],
+        capture: Capture = Capture(),  # noqa: B008
+        noise_key: mx.array | None = None,
+    ) -> VerifyRows:
         """Process the anchor and say what follows it; see the protocol.
 
         Raises:
@@ -159,7 +164,13 @@ class DynamicShapeEngine:
                 )
             logits = self._model(mx.array([ids]), cache=self._caches)[:, -1]
             rows = LogitRowScan(top_k=capture.top_k)(logits)
-            head: Any = mx.stack([rows.argmax, rows.nan_count]).tolist()
+            choice = rows.argmax
+            if capture.scores is not None:
+                if noise_key is None:
+                    noise_key = mx.array([0, 0], mx.uint32)
+                position = mx.array([len(self._history) + 1])
+                choice = LogitRowScan()(capture.scores(logits, position, noise_key)).argmax
+            head: Any = mx.stack([choice, rows.nan_count]).tolist()
             argmax, nan_count = head
             self._history += ids
             self._forward_count += 1

@@ -12,17 +12,41 @@ import mlx.core as mx
 ProgressCallback = Callable[[int, int], None]
 
 
+class RowScores(Protocol):
+    """Scores every token of every row; where one is given, the largest score is the choice.
+
+    It is traced into the tile and part of its identity, so it is hashable and depends on its
+    arguments and on nothing else.
+    """
+
+    def __call__(self, logits: mx.array, positions: mx.array, noise_key: mx.array) -> mx.array:
+        """Score rows.
+
+        Args:
+            logits: [rows, vocab] in the model's dtype.
+            positions: int32 [rows], the position that each row's choice will have.
+            noise_key: uint32 [2].
+
+        Returns:
+            float32 [rows, vocab].
+        """
+
+    def __hash__(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class Capture:
-    """What `verify` brings back besides the argmax of every row; part of a tile's identity.
+    """What `verify` brings back of every row; part of a tile's identity.
 
     Attributes:
         logits: Bring the logits themselves.
         top_k: Bring this many of the largest logits of every row and their ids; 0 brings none.
+        scores: What to take the argmax of; None is the logits.
     """
 
     logits: bool = False
     top_k: int = 0
+    scores: RowScores | None = None
 
     def __post_init__(self) -> None:
         if self.top_k < 0:
@@ -34,7 +58,8 @@ class VerifyRows:
     """What the model says after each token of a verified block: row i follows block[i].
 
     Attributes:
-        argmax: The model's own next token after each row, [len(block)].
+        argmax: The model's own next token after each row, [len(block)]: the first maximum of its
+            logits, or of its scores where the capture has them.
         nan_count: How many logits of each row were NaN, [len(block)].
         forwards: How many forwards the block took; 1 for an aligned block.
         logits: [len(block), vocab] in the model's dtype, if captured.
@@ -109,8 +134,16 @@ class SpeculativeEngine(Protocol):
     def prefill(self, tokens: Sequence[int], progress: ProgressCallback | None = None) -> None:
         """Extend the history by `tokens` and process them; no logits are computed."""
 
-    def verify(self, block: Sequence[int], capture: Capture = ...) -> VerifyRows:
-        """Extend the history by `block` (anchor, then drafts), process it, and say what follows."""
+    def verify(
+        self,
+        block: Sequence[int],
+        capture: Capture = ...,
+        noise_key: mx.array | None = None,
+    ) -> VerifyRows:
+        """Extend the history by `block` (anchor, then drafts), process it, and say what follows.
+
+        `noise_key`, uint32 [2], is handed to `capture.scores`.
+        """
 
     def allows_rewind(self, to: int) -> bool:
         """Whether `reset(to)` would succeed."""

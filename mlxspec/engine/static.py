@@ -28,6 +28,7 @@ from mlxspec.engine.tokens import TokenView, token_ids
 from mlxspec.errors import RewindRefused
 
 DEFAULT_PREFILL_STEP_SIZE = 2048
+_NO_NOISE = mx.array([0, 0], mx.uint32)
 
 
 @dataclass(frozen=True)
@@ -246,7 +247,12 @@ class StaticShapeEngine:
             # Wide tiles leave wide temporaries in MLX's buffer cache, which decoding cannot use.
             mx.clear_cache()
 
-    def verify(self, block: Sequence[int], capture: Capture = Capture()) -> VerifyRows:  # noqa: B008
+    def verify(
+        self,
+        block: Sequence[int],
+        capture: Capture = Capture(),  # noqa: B008
+        noise_key: mx.array | None = None,
+    ) -> VerifyRows:
         """Extend the history by `block`, process it, and say what the model makes of every row.
 
         A block within `one_forward_draft_budget` takes one forward; a longer one is cut where a
@@ -254,7 +260,8 @@ class StaticShapeEngine:
 
         Args:
             block: The anchor, then the drafts.
-            capture: What to bring back besides the argmax of every row.
+            capture: What to bring back of every row.
+            noise_key: uint32 [2], for the capture's scores.
 
         Raises:
             ValueError: An empty block, one longer than `max_verify_block_length`, or an id
@@ -268,7 +275,7 @@ class StaticShapeEngine:
             self._require_room(len(ids), self.max_verify_block_length, "verify")
             self._state.settle()
             with self._extended_history(ids):
-                rows = self._read_rows(self._verify_tiles(capture), capture)
+                rows = self._read_rows(self._verify_tiles(capture, noise_key), capture)
             self._forward_count += rows.forwards
             return rows
 
@@ -340,7 +347,7 @@ class StaticShapeEngine:
         # Within one prefill nobody goes back, so only the newest state is kept.
         self._state.settle()
 
-    def _verify_tiles(self, capture: Capture) -> list[_Tile]:
+    def _verify_tiles(self, capture: Capture, noise_key: mx.array | None) -> list[_Tile]:
         """Run the tiles that cover the history from the cursor on; nothing is read back yet."""
         tiles: list[_Tile] = []
         position, end = self._cursor, len(self._history)
@@ -348,13 +355,20 @@ class StaticShapeEngine:
             start = self._tile_start(position)
             stop = min(end, self._place.end(start))
             width = next(width for width in self._widths if width >= stop - start)
-            outputs = self._forward(start, stop - start, width, self._spans.span(start), capture)
+            span = self._spans.span(start)
+            outputs = self._forward(start, stop - start, width, span, capture, noise_key)
             tiles.append(_Tile(outputs, slice(position - start, stop - start), start + width))
             position = stop
         return tiles
 
     def _forward(
-        self, start: int, rows: int, width: int, span: int, capture: Capture | None
+        self,
+        start: int,
+        rows: int,
+        width: int,
+        span: int,
+        capture: Capture | None,
+        noise_key: mx.array | None = None,
     ) -> list[mx.array]:
         """Run the history's tokens from `start`, `rows` of them, in one tile; lazily."""
         state = self._state
@@ -373,6 +387,7 @@ class StaticShapeEngine:
             outputs, updated, recurrent = tile(
                 mx.array([tokens], dtype=mx.int32),
                 mx.array(start, dtype=mx.int32),
+                _NO_NOISE if noise_key is None else noise_key,
                 slots,
                 state.checkpoints[-1].arrays,
             )

@@ -14,7 +14,9 @@ from mlxspec.engine.state import StateLayout, TileFrame
 from mlxspec.scan import LogitRowScan
 
 Arrays = list[mx.array]
-TileFunction = Callable[[mx.array, mx.array, Arrays, Arrays], tuple[Arrays, Arrays, Arrays]]
+TileFunction = Callable[
+    [mx.array, mx.array, mx.array, Arrays, Arrays], tuple[Arrays, Arrays, Arrays]
+]
 
 
 @dataclass(frozen=True)
@@ -54,10 +56,10 @@ class Tiles:
         """The compiled forward of this key.
 
         Returns:
-            A function of (tokens int32 [1, width], start int32 [], slots, recurrent states) that
-            returns (outputs, slots, recurrent states). The slots passed in are consumed. Outputs
-            are `[]` for prefill, else int32 [2, width] with the argmax and the NaN count of every
-            row, then what `capture` names, in its order.
+            A function of (tokens int32 [1, width], start int32 [], noise key uint32 [2], slots,
+            recurrent states) that returns (outputs, slots, recurrent states). The slots passed
+            in are consumed. Outputs are `[]` for prefill, else int32 [2, width] with the argmax
+            and the NaN count of every row, then the logits and top-k that `capture` names.
         """
         tile = self._tiles.get(key)
         if tile is None:
@@ -83,7 +85,11 @@ class Tiles:
         model, layout = self._model, self._layout
 
         def forward(
-            tokens: mx.array, start: mx.array, slots: Arrays, recurrent: Arrays
+            tokens: mx.array,
+            start: mx.array,
+            noise_key: mx.array,
+            slots: Arrays,
+            recurrent: Arrays,
         ) -> tuple[Arrays, Arrays, Arrays]:
             self._count_trace(key)
             frame = TileFrame(key.width, key.span, start, prefill=key.capture is None)
@@ -93,7 +99,12 @@ class Tiles:
             if key.capture is None:
                 return [], *state
             rows = LogitRowScan(top_k=key.capture.top_k)(logits)
-            outputs = [mx.stack([rows.argmax.astype(mx.int32), rows.nan_count.astype(mx.int32)])]
+            choice = rows.argmax
+            if key.capture.scores is not None:
+                choice = LogitRowScan()(
+                    key.capture.scores(logits, frame.rows + 1, noise_key)
+                ).argmax
+            outputs = [mx.stack([choice.astype(mx.int32), rows.nan_count.astype(mx.int32)])]
             if key.capture.logits:
                 outputs.append(logits)
             if rows.top_values is not None and rows.top_indices is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -17,42 +16,10 @@ from mlx_lm.generate import GenerationResponse as MlxLmResponse
 from mlx_lm.generate import wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlxspec.decoding import (
-    Emission,
-    SpeculationStats,
-    SpeculativeDecoder,
-    SpeculativeDecodingOptions,
-)
-from mlxspec.drafting import Drafter, PromptLookup
-from mlxspec.engine import SpeculativeEngine, engine_for
+from mlxspec.assembly import make_decoder
+from mlxspec.decoding import Emission, SpeculationStats
+from mlxspec.decoding.stops import StopStrings
 from mlxspec.engine.protocol import ProgressCallback
-
-# Keyword arguments of mlx-lm that cannot be honoured: the value that asks for nothing, and why.
-_REFUSED: dict[str, tuple[Any, str]] = {
-    "temp": (0.0, "decoding is greedy so far"),
-    "sampler": (None, "decoding is greedy so far"),
-    "logits_processors": (None, "processors are not run so far"),
-    "draft_model": (None, "draft models are not run so far; prompt_lookup=True drafts without one"),
-    "prompt_cache": (None, "the state lives in an engine; pass one as engine="),
-    "max_kv_size": (None, "a cache that forgets its oldest keys could not be rewound"),
-    "kv_bits": (None, "the key-value state is not quantised so far"),
-    "input_embeddings": (None, "an engine's history is made of token ids"),
-    "stream": (None, "the calling thread's default stream is used"),
-}
-# Keyword arguments of mlx-lm that do nothing in greedy decoding, and what asks for nothing.
-_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
-    "seed": (None,),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0,),
-    "min_tokens_to_keep": (1,),
-    "top_k": (0,),
-    "xtc_probability": (0.0,),
-    "xtc_threshold": (0.0, 0.1),
-    "xtc_special_tokens": (None,),
-    "kv_group_size": (64,),
-    "quantized_kv_start": (0, 5000),
-}
-
 
 _CHOOSING = threading.Lock()
 
@@ -101,7 +68,8 @@ def generate_step(
     def steps() -> Generator[tuple[int, mx.array, bool], None, None]:
         with closing(emissions):
             for emission in emissions:
-                yield emission.token, log_probabilities(emission), emission.from_draft
+                assert emission.logprobs is not None
+                yield emission.token, emission.logprobs, emission.from_draft
 
     return steps()
 
@@ -112,6 +80,7 @@ def stream_generate(
     prompt: str | Sequence[int] | mx.array | np.ndarray,
     max_tokens: int = 256,
     *,
+    stop_strings: Sequence[str] = (),
     prompt_progress_callback: ProgressCallback | None = None,
     **options: Any,
 ) -> Generator[GenerationResponse, None, None]:
@@ -122,6 +91,8 @@ def stream_generate(
         tokenizer: Its tokenizer: mlx-lm's wrapper, or one of transformers.
         prompt: Text, or token ids [n].
         max_tokens: Most tokens to emit; -1 goes on until the context ends.
+        stop_strings: What ends the text; none of it is in the text. The token that completes one
+            is the last.
         prompt_progress_callback: Called with (prompt tokens processed, prompt tokens).
         **options: See `make_decoder`.
 
@@ -135,11 +106,12 @@ def stream_generate(
     """
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
+    stops = StopStrings(stop_strings)
     ids = encode(tokenizer, prompt) if isinstance(prompt, str) else prompt
     emissions, stats = _begin(
         model, ids, max_tokens, tokenizer.eos_token_ids, prompt_progress_callback, options
     )
-    return _responses(model, tokenizer, len(ids), emissions, stats)
+    return _responses(model, tokenizer, len(ids), emissions, stops, stats)
 
 
 def generate(
@@ -173,80 +145,14 @@ def generate(
     return "".join(pieces)
 
 
-def make_decoder(
-    model: nn.Module,
-    *,
-    drafter: Drafter | None = None,
-    prompt_lookup: bool = False,
-    num_draft_tokens: int | None = None,
-    align_proposals: bool = True,
-    engine: SpeculativeEngine | str = "static",
-    max_context_length: int | None = None,
-    tile_widths: Sequence[int] | None = None,
-    prefill_step_size: int | None = None,
-    stats: SpeculationStats | None = None,
-    **mlx_lm_options: Any,
-) -> SpeculativeDecoder:
-    """The decoder that the functions above run; everything is checked before anything is built.
-
-    Args:
-        model: A model of mlx-lm.
-        drafter: Guesses the tokens; None decodes plainly.
-        prompt_lookup: Draft with `PromptLookup()`.
-        num_draft_tokens: Most tokens to draft per round; None is 7.
-        align_proposals: Shorten proposals so that one verify is one forward.
-        engine: "static" or "dynamic" for an engine that is kept with the model from call to
-            call, or an engine of your own, whose sequence is begun anew.
-        max_context_length: Most tokens of prompt and output; None is what the config declares.
-        tile_widths: Widths of the static engine's decode tiles; None is (1, 2, 4, 8, 16).
-        prefill_step_size: Most prompt tokens per forward; None is 2048.
-        stats: Counters to add to.
-        **mlx_lm_options: mlx-lm's other keyword arguments: refused by name where they ask for
-            something that cannot be honoured.
-
-    Raises:
-        TypeError: A keyword argument that neither mlxspec nor mlx-lm has.
-        ValueError: An argument is out of range, cannot be honoured, or contradicts another.
-        UnsupportedModel: The static engine cannot take the model.
-    """
-    _refuse_options(mlx_lm_options)
-    if prompt_lookup and drafter is not None:
-        raise ValueError("prompt_lookup and drafter: give one of them, not both")
-    if prompt_lookup:
-        drafter = PromptLookup()
-    options = SpeculativeDecodingOptions(align_proposals=align_proposals)
-    if num_draft_tokens is not None:
-        options = SpeculativeDecodingOptions(num_draft_tokens, align_proposals)
-    engine_options: dict[str, Any] = {
-        "max_context_length": max_context_length,
-        "tile_widths": tile_widths,
-        "prefill_step_size": prefill_step_size,
-    }
-    asked = [name for name, value in engine_options.items() if value is not None]
-    if isinstance(engine, str):
-        if engine == "dynamic" and tile_widths is not None:
-            raise ValueError("tile_widths: the dynamic engine has no tiles")
-        engine = engine_for(model, engine, **engine_options)
-    elif asked:
-        raise ValueError(f"{', '.join(asked)}: set when the engine is made, not when it is used")
-    return SpeculativeDecoder(engine, drafter, options, stats=stats)
-
-
 def encode(tokenizer: TokenizerWrapper, text: str) -> list[int]:
     """Token ids of a prompt, with the special tokens unless the text begins with one already."""
     bare = tokenizer.bos_token is None or not text.startswith(tokenizer.bos_token)
     return tokenizer.encode(text, add_special_tokens=bare)
 
 
-def log_probabilities(emission: Emission) -> mx.array:
-    """A token's row of log-probabilities as mlx-lm gives it, [vocab] in the logits' dtype; lazy."""
-    if emission.logits is None:
-        raise ValueError("the decoder was not asked to capture logits")
-    return emission.logits - mx.logsumexp(emission.logits, keepdims=True)
-
-
 def report(response: GenerationResponse) -> str:
-    """The lines that mlx-lm prints after a text, and one about speculation."""
+    """The lines that mlx-lm prints after a text, and what there is to say about speculation."""
     lines = [
         f"Prompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec",
         f"Generation: {response.generation_tokens} tokens, "
@@ -270,11 +176,7 @@ def _begin(
     with _CHOOSING:
         decoder = make_decoder(model, **options)
         emissions = decoder.generate(
-            prompt,
-            max_tokens=max_tokens,
-            stop_tokens=stop_tokens,
-            capture_logits=True,
-            progress=progress,
+            prompt, max_tokens=max_tokens, stop_tokens=stop_tokens, progress=progress
         )
     return emissions, decoder.stats
 
@@ -284,6 +186,7 @@ def _responses(
     tokenizer: TokenizerWrapper,
     prompt_tokens: int,
     emissions: Generator[Emission, None, None],
+    stops: StopStrings,
     stats: SpeculationStats,
 ) -> Generator[GenerationResponse, None, None]:
     detokenizer = tokenizer.detokenizer
@@ -296,39 +199,27 @@ def _responses(
             if count == 1:
                 prompt_seconds = time.perf_counter() - begin
                 begin = time.perf_counter()
-            if emission.finish_reason != "stop":
+            reason = emission.finish_reason
+            if reason != "stop":
                 detokenizer.add_token(emission.token)
-            if emission.finish_reason is not None:
+            if reason is not None:
                 detokenizer.finalize()
+            text = stops.feed(detokenizer.last_segment, last=reason is not None)
+            if stops.found is not None:
+                reason = "stop"
+            assert emission.logprobs is not None
             yield GenerationResponse(
-                text=detokenizer.last_segment,
+                text=text,
                 token=emission.token,
-                logprobs=log_probabilities(emission),
+                logprobs=emission.logprobs,
                 from_draft=emission.from_draft,
                 prompt_tokens=prompt_tokens,
                 prompt_tps=prompt_tokens / prompt_seconds,
                 generation_tokens=count,
                 generation_tps=count / (time.perf_counter() - begin),
                 peak_memory=mx.get_peak_memory() / 1e9,
-                finish_reason=emission.finish_reason,
+                finish_reason=reason,
                 stats=stats,
             )
-
-
-def _refuse_options(options: Mapping[str, Any]) -> None:
-    """Refuse mlx-lm's options that cannot be honoured; name those without effect in one warning."""
-    idle = []
-    for name, value in options.items():
-        if name in _REFUSED:
-            neutral, reason = _REFUSED[name]
-            if value is not None and (neutral is None or value != neutral):
-                raise ValueError(f"{name}={value!r} cannot be honoured: {reason}")
-        elif name in _WITHOUT_EFFECT:
-            if not any(value is neutral or value == neutral for neutral in _WITHOUT_EFFECT[name]):
-                idle.append(name)
-        else:
-            raise TypeError(f"unexpected keyword argument {name!r}")
-    if idle:
-        warnings.warn(
-            f"without effect on greedy decoding: {', '.join(idle)}", UserWarning, stacklevel=4
-        )
+            if reason is not None:
+                return

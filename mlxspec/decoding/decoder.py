@@ -1,7 +1,7 @@
-"""Speculative decoding, greedy: draft, verify, accept, rewind.
+"""Speculative decoding: draft, verify, accept, rewind.
 
 Leviathan, Kalman, Matias, "Fast Inference from Transformers via Speculative Decoding" (2023), with
-the acceptance that greedy decoding needs: a draft token stays where it is the model's own choice.
+the acceptance of `mlxspec.decoding.acceptance`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from typing import Literal, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from mlxspec.decoding.acceptance import Acceptance, ModelsChoice
 from mlxspec.decoding.options import SpeculativeDecodingOptions
+from mlxspec.decoding.sampling import noise_key
 from mlxspec.decoding.stats import SpeculationStats
 from mlxspec.drafting import Drafter
-from mlxspec.engine.protocol import Capture, ProgressCallback, SpeculativeEngine, VerifyRows
+from mlxspec.engine.protocol import ProgressCallback, SpeculativeEngine, VerifyRows
 from mlxspec.engine.tokens import TokenView, token_ids
 from mlxspec.errors import DrafterError, EngineBusy, NonFiniteLogits
 
@@ -31,14 +33,15 @@ class Emission(NamedTuple):
     Attributes:
         token: Its id.
         from_draft: Whether a drafter had guessed it.
-        logits: The row it was chosen from, [vocab] in the model's dtype, if logits are captured.
+        logprobs: Its row of log-probabilities [vocab] in the logits' dtype, if the acceptance has
+            them; lazy: nothing is computed unless it is used.
         finish_reason: "stop" after a stop token, "length" where `max_tokens` or the context ends,
             None before the last token.
     """
 
     token: int
     from_draft: bool
-    logits: mx.array | None
+    logprobs: mx.array | None
     finish_reason: FinishReason | None
 
 
@@ -54,6 +57,8 @@ class SpeculativeDecoder:
         engine: Runs the model.
         drafter: Guesses; None decodes plainly.
         options: How far to draft, and whether one verify stays one forward.
+        acceptance: How tokens are chosen from verified rows; default: greedy.
+        seed: Of every draw, 0 to 2**64 - 1.
         stats: Counters to add to; default: new ones.
     """
 
@@ -63,13 +68,17 @@ class SpeculativeDecoder:
         drafter: Drafter | None = None,
         options: SpeculativeDecodingOptions = SpeculativeDecodingOptions(),  # noqa: B008
         *,
+        acceptance: Acceptance | None = None,
+        seed: int = 0,
         stats: SpeculationStats | None = None,
     ):
         self.engine = engine
         self.drafter = drafter
         self.options = options
+        self.acceptance = acceptance if acceptance is not None else ModelsChoice()
         self.stats = stats if stats is not None else SpeculationStats()
         self.stats.why_off = self._why_off()
+        self._noise_key = noise_key(seed)
 
     def generate(
         self,
@@ -77,7 +86,6 @@ class SpeculativeDecoder:
         *,
         max_tokens: int = 256,
         stop_tokens: Collection[int] = (),
-        capture_logits: bool = False,
         progress: ProgressCallback | None = None,
     ) -> Generator[Emission, None, None]:
         """Begin a new sequence with `prompt` and emit what follows it.
@@ -90,7 +98,6 @@ class SpeculativeDecoder:
             prompt: Token ids, [n] with 1 <= n < max_context_length.
             max_tokens: Most tokens to emit; -1 goes on until the context ends.
             stop_tokens: Ids that end the text; the one that does is emitted, as the last.
-            capture_logits: Bring every token's row of logits.
             progress: Called during prefill with (tokens processed, tokens of the prompt).
 
         Raises:
@@ -102,9 +109,7 @@ class SpeculativeDecoder:
         """
         ids = token_ids(prompt, self.engine.vocab_size, "prompt")
         self._check(ids, max_tokens)
-        emissions = self._generate(
-            ids, max_tokens, frozenset(stop_tokens), capture_logits, progress
-        )
+        emissions = self._generate(ids, max_tokens, frozenset(stop_tokens), progress)
         next(emissions)
         return emissions
 
@@ -113,58 +118,61 @@ class SpeculativeDecoder:
         prompt: list[int],
         max_tokens: int,
         stop_tokens: frozenset[int],
-        capture_logits: bool,
         progress: ProgressCallback | None,
     ) -> Generator[Emission, None, None]:
-        engine = self.engine
-        with engine.lease():
+        with self.engine.lease():
             # The first `next`, inside `generate`: the engine is held from the call on, and an
             # emission generator that is closed or forgotten before its first token frees it.
             yield _HELD
             self._prefill(prompt, progress)
             anchor = prompt[-1]
-            room = engine.max_context_length - len(prompt)
+            room = self.engine.max_context_length - len(prompt)
             wanted = room if max_tokens < 0 else min(max_tokens, room)
             while True:
-                cursor = engine.processed_token_count
-                draft = self._draft(anchor, wanted)
-                rows = self._verify([anchor, *draft], capture_logits)
-                if draft and self._any_row_without_a_number(rows):
-                    # 0 * NaN is NaN: on CPU a draft that is no number reaches the rows that do
-                    # not even see it. Without it the model says what it says by itself.
-                    engine.reset(cursor)
-                    draft = []
-                    rows = self._verify([anchor], capture_logits)
-                accepted = count_accepted(draft, rows.argmax)
-                tokens, reason = cut_at_stop(rows.argmax[: accepted + 1], stop_tokens, wanted)
-                self._require_numbers(rows, len(tokens), cursor)
-                engine.reset(cursor + len(tokens))
-                self._count_round(draft, accepted)
-                emitted = 0
-                try:
-                    for row, token in enumerate(tokens):
-                        emitted += 1
-                        self.stats.emitted += 1
-                        last = emitted == len(tokens)
-                        yield Emission(
-                            token,
-                            row < accepted,
-                            None if rows.logits is None else rows.logits[row],
-                            reason if last else None,
-                        )
-                finally:
-                    if emitted < len(tokens):
-                        engine.reset(cursor + emitted)
-                if reason is not None:
+                emitted, newest = yield from self._round(anchor, stop_tokens, wanted)
+                if newest.finish_reason is not None:
                     return
-                anchor = tokens[-1]
-                wanted -= len(tokens)
-                if engine.processed_token_count != cursor + len(tokens):
-                    raise EngineBusy(
-                        f"somebody else used this engine between two tokens: it covers "
-                        f"{engine.processed_token_count} tokens where {cursor + len(tokens)} were "
-                        "left; give every sequence an engine of its own"
-                    )
+                anchor = newest.token
+                wanted -= emitted
+
+    def _round(
+        self, anchor: int, stop_tokens: frozenset[int], wanted: int
+    ) -> Generator[Emission, None, tuple[int, Emission]]:
+        """Draft, verify, emit what is accepted; then rewind to what was emitted.
+
+        Returns:
+            How many tokens were emitted, and the newest.
+        """
+        cursor = self.engine.processed_token_count
+        draft = self._draft(anchor, wanted)
+        rows = self._verify([anchor, *draft])
+        if draft and self.engine.vocab_size in rows.nan_count:
+            # 0 * NaN is NaN: on CPU a draft that is no number reaches the rows that do not even
+            # see it. Without it the model says what it says by itself.
+            self.engine.reset(cursor)
+            draft = []
+            rows = self._verify([anchor])
+        self.stats.rounds += 1
+        self.stats.plain_rounds += not draft
+        self.stats.drafted += len(draft)
+        emitted = 0
+        try:
+            self._require_number(rows, 0, cursor)
+            for token, logprobs in self.acceptance.choices(rows, draft, cursor + 1):
+                from_draft = emitted < len(draft) and draft[emitted] == token
+                emitted += 1
+                self.stats.emitted += 1
+                self.stats.accepted += from_draft
+                reason = finish_reason(token, stop_tokens, wanted - emitted)
+                newest = Emission(token, from_draft, logprobs, reason)
+                yield newest
+                if reason is not None:
+                    break
+                if from_draft:
+                    self._require_number(rows, emitted, cursor)
+        finally:
+            self._rewind(cursor, 1 + len(draft), emitted)
+        return emitted, newest
 
     def _check(self, prompt: list[int], max_tokens: int) -> None:
         if not prompt:
@@ -199,6 +207,7 @@ class SpeculativeDecoder:
         engine.reset(0)
         if self.drafter is not None:
             self.drafter.reset()
+        self.acceptance.begin(prompt)
         engine.prefill(prompt[:-1], _counting_anchor(progress))
         stats.prompt_tokens += len(prompt)
         stats.prefill_forwards += engine.prefill_forward_count - forwards
@@ -221,72 +230,58 @@ class SpeculativeDecoder:
         self.stats.seconds["draft"] += time.perf_counter() - begin
         return draft
 
-    def _verify(self, block: list[int], capture_logits: bool) -> VerifyRows:
+    def _verify(self, block: list[int]) -> VerifyRows:
         begin = time.perf_counter()
         traces = self.engine.trace_count
-        rows = self.engine.verify(block, Capture(logits=capture_logits))
+        rows = self.engine.verify(block, self.acceptance.capture, self._noise_key)
         self.stats.forwards += rows.forwards
         self.stats.traces += self.engine.trace_count - traces
+        self.stats.compiled = self.engine.compiled
         self.stats.seconds["verify"] += time.perf_counter() - begin
         return rows
 
-    def _require_numbers(self, rows: VerifyRows, count: int, cursor: int) -> None:
-        """Refuse to choose from rows without a number; say once that a row had some NaNs."""
-        for row, nan_count in enumerate(rows.nan_count[:count]):
-            if nan_count == self.engine.vocab_size:
-                self.engine.reset(cursor)
-                raise NonFiniteLogits(
-                    f"all {nan_count} logits after position {cursor + row} are NaN, so there is "
-                    f"no next token (mlx {version('mlx')}, {mx.default_device()}); the weights or "
-                    "the computation are broken: try the model in float32, or another mlx version"
+    def _rewind(self, cursor: int, block: int, emitted: int) -> None:
+        """Leave the engine at what was emitted but for the newest token."""
+        reached = self.engine.processed_token_count
+        if reached != cursor + block:
+            raise EngineBusy(
+                f"somebody else used this engine between two tokens: it covers {reached} tokens "
+                f"where {cursor + block} were left; give every sequence an engine of its own"
+            )
+        self.engine.reset(cursor + emitted)
+
+    def _require_number(self, rows: VerifyRows, row: int, cursor: int) -> None:
+        """Refuse to choose from a row without a number; say once that a row had some NaNs."""
+        nan_count = rows.nan_count[row]
+        if nan_count == self.engine.vocab_size:
+            raise NonFiniteLogits(
+                f"all {nan_count} logits after position {cursor + row} are NaN, so there is no "
+                f"next token (mlx {version('mlx')}, {mx.default_device()}); the weights or the "
+                "computation are broken: try the model in float32, or another mlx version"
+            )
+        if nan_count:
+            if not self.stats.nan_rows:
+                warnings.warn(
+                    f"{nan_count} of {self.engine.vocab_size} logits after position "
+                    f"{cursor + row} are NaN and count as -inf; further rows are counted in "
+                    "stats.nan_rows",
+                    RuntimeWarning,
+                    stacklevel=2,
                 )
-            if nan_count:
-                if not self.stats.nan_rows:
-                    warnings.warn(
-                        f"{nan_count} of {self.engine.vocab_size} logits after position "
-                        f"{cursor + row} are NaN and count as -inf; further rows are counted in "
-                        "stats.nan_rows",
-                        RuntimeWarning,
-                        stacklevel=2,
-                    )
-                self.stats.nan_rows += 1
-
-    def _any_row_without_a_number(self, rows: VerifyRows) -> bool:
-        return self.engine.vocab_size in rows.nan_count
-
-    def _count_round(self, draft: list[int], accepted: int) -> None:
-        stats = self.stats
-        stats.rounds += 1
-        stats.plain_rounds += not draft
-        stats.drafted += len(draft)
-        stats.accepted += accepted
-        stats.compiled = self.engine.compiled
+            self.stats.nan_rows += 1
 
 
-def count_accepted(draft: Sequence[int], choices: Sequence[int]) -> int:
-    """How many leading draft tokens are the model's own choices.
+def finish_reason(token: int, stop_tokens: frozenset[int], wanted: int) -> FinishReason | None:
+    """Whether the text ends with this token; a stop token wins over the limit.
 
     Args:
-        draft: The proposal, [k].
-        choices: The model's choice after the anchor and after each draft token, [k + 1].
+        token: The token emitted.
+        stop_tokens: Ids that end the text.
+        wanted: Tokens that may still follow it.
     """
-    accepted = 0
-    while accepted < len(draft) and draft[accepted] == choices[accepted]:
-        accepted += 1
-    return accepted
-
-
-def cut_at_stop(
-    tokens: list[int], stop_tokens: frozenset[int], wanted: int
-) -> tuple[list[int], FinishReason | None]:
-    """The tokens of a round that are emitted, and whether the text ends with them.
-
-    A stop token ends the text and is the last one emitted; within the limit it wins over it.
-    """
-    for index, token in enumerate(tokens[:wanted]):
-        if token in stop_tokens:
-            return tokens[: index + 1], "stop"
-    return tokens[:wanted], "length" if len(tokens) >= wanted else None
+    if token in stop_tokens:
+        return "stop"
+    return "length" if wanted <= 0 else None
 
 
 def _checked_proposal(

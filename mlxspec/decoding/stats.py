@@ -12,6 +12,7 @@ class SpeculationStats:
 
     Attributes:
         why_off: Why nothing is drafted; None where speculation is on.
+        seed: The seed of what was drawn; None where nothing is drawn.
         compiled: Whether MLX compiles the engine's graphs; None where it could not tell yet.
         rounds: Times the decoder drafted, verified and accepted.
         plain_rounds: Rounds whose draft was empty.
@@ -27,6 +28,7 @@ class SpeculationStats:
     """
 
     why_off: str | None = None
+    seed: int | None = None
     compiled: bool | None = None
     rounds: int = 0
     plain_rounds: int = 0
@@ -63,17 +65,20 @@ class SpeculationStats:
         return self.emitted - self.forwards
 
     def summary(self) -> str:
-        """One line for a person."""
+        """One line for a person; a second one names the seed where there is one."""
         if self.why_off is not None:
-            line = f"Speculation: off ({self.why_off}); {self.forwards} forwards"
+            line = f"Speculation: off ({self.why_off}); {_counted(self.forwards, 'forward')}"
         else:
             line = (
-                f"Speculation: {self.rounds} rounds, {self.forwards} forwards, "
-                f"{self.drafted} drafted, {self.accepted} accepted "
-                f"({self.acceptance_rate:.0%}), {self.forwards_saved} forwards saved "
+                f"Speculation: {_counted(self.rounds, 'round')}, "
+                f"{_counted(self.forwards, 'forward')}, {self.drafted} drafted, "
+                f"{self.accepted} accepted ({self.acceptance_rate:.0%}), "
+                f"{_counted(self.forwards_saved, 'forward')} saved "
                 f"({self.tokens_per_forward:.2f} tokens per forward)"
             )
-        return line + ("; uncompiled" if self.compiled is False and not self.why_off else "")
+            if self.compiled is False:
+                line += "; uncompiled: MLX found no C++ compiler"
+        return line if self.seed is None else f"{line}\nSeed: {self.seed}"
 
     def as_dict(self) -> dict[str, Any]:
         """The counters and the ratios made of them, ready for JSON."""
@@ -82,3 +87,7 @@ class SpeculationStats:
             "tokens_per_forward": self.tokens_per_forward,
             "forwards_saved": self.forwards_saved,
         }
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,199 @@
+"""From keyword arguments to a decoder: everything is checked before anything is built."""
+
+from __future__ import annotations
+
+import secrets
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import mlx.nn as nn
+
+from mlxspec.decoding.acceptance import (
+    Acceptance,
+    CallersChoice,
+    LogitsProcessor,
+    ModelsChoice,
+    RejectionSampling,
+    Sampler,
+)
+from mlxspec.decoding.decoder import SpeculativeDecoder
+from mlxspec.decoding.options import DEFAULT_NUM_DRAFT_TOKENS, SpeculativeDecodingOptions
+from mlxspec.decoding.sampling import Sampling, noise_key
+from mlxspec.decoding.stats import SpeculationStats
+from mlxspec.drafting import Drafter, PromptLookup
+from mlxspec.engine import SpeculativeEngine, engine_for
+
+# Keyword arguments of mlx-lm that cannot be honoured: the value that asks for nothing, and why.
+_REFUSED: dict[str, tuple[Any, str]] = {
+    "draft_model": (None, "draft models are not run so far; prompt_lookup=True drafts without one"),
+    "prompt_cache": (None, "the state lives in an engine; pass one as engine="),
+    "max_kv_size": (None, "a cache that forgets its oldest keys could not be rewound"),
+    "kv_bits": (None, "the key-value state is not quantised so far"),
+    "input_embeddings": (None, "an engine's history is made of token ids"),
+    "stream": (None, "the calling thread's default stream is used"),
+}
+# Keyword arguments that do nothing where they are given alone, and the values that ask for nothing.
+_IDLE_ALONE: dict[str, tuple[Any, ...]] = {
+    "kv_group_size": (64,),
+    "quantized_kv_start": (0, 5000),
+}
+_ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
+    field.name: (field.default, None) for field in fields(Sampling)
+} | {"top_p": (0.0, 1.0), "xtc_threshold": (0.0, 0.1), "xtc_special_tokens": ((), [], None)}
+
+
+def make_decoder(
+    model: nn.Module,
+    *,
+    drafter: Drafter | None = None,
+    prompt_lookup: bool = False,
+    num_draft_tokens: int | None = None,
+    align_proposals: bool = True,
+    seed: int | None = None,
+    acceptance: str = "coupled",
+    sampler: Sampler | None = None,
+    logits_processors: Sequence[LogitsProcessor] | None = None,
+    engine: SpeculativeEngine | str = "static",
+    max_context_length: int | None = None,
+    tile_widths: Sequence[int] | None = None,
+    prefill_step_size: int | None = None,
+    stats: SpeculationStats | None = None,
+    **options: Any,
+) -> SpeculativeDecoder:
+    """Build the decoder that the functions of `mlxspec.generation` run.
+
+    Args:
+        model: A model of mlx-lm.
+        drafter: Guesses the tokens; None decodes plainly.
+        prompt_lookup: Draft with `PromptLookup()`.
+        num_draft_tokens: Most tokens to draft per round; None is 7.
+        align_proposals: Shorten proposals so that one verify is one forward.
+        seed: Of every draw; the same seed gives the same text with and without drafts. None
+            draws a seed, which `stats.seed` tells. Greedy decoding ignores it.
+        acceptance: "coupled" (the text is plain decoding's, token for token) or "rejection"
+            (another text of the same distribution; needs a temperature).
+        sampler: mlx-lm's kind of sampler, instead of a temperature: called once per emitted token
+            with log-probabilities [1, vocab].
+        logits_processors: mlx-lm's kind of processors, called once per emitted token with (prompt
+            and output so far [n], logits [1, vocab]).
+        engine: "static" or "dynamic" for an engine that is kept with the model from call to
+            call, or an engine of your own, whose sequence is begun anew.
+        max_context_length: Most tokens of prompt and output; None is what the config declares.
+        tile_widths: Widths of the static engine's decode tiles; None is what the layers take.
+        prefill_step_size: Most prompt tokens per forward; None is 2048.
+        stats: Counters to add to.
+        **options: The attributes of `Sampling` (`temp`, `top_p`, `min_p`, `top_k`, ...), and
+            mlx-lm's other keyword arguments, which are refused by name where they ask for
+            something that cannot be honoured.
+
+    Raises:
+        TypeError: A keyword argument that neither mlxspec nor mlx-lm has.
+        ValueError: An argument is out of range, cannot be honoured, or contradicts another.
+        UnsupportedModel: The static engine cannot take the model.
+    """
+    sampling, idle = _sampling(options)
+    if prompt_lookup and drafter is not None:
+        raise ValueError("prompt_lookup and drafter: give one of them, not both")
+    if prompt_lookup:
+        drafter = PromptLookup()
+    if num_draft_tokens is None:
+        num_draft_tokens = DEFAULT_NUM_DRAFT_TOKENS
+    decoding_options = SpeculativeDecodingOptions(num_draft_tokens, align_proposals)
+    drawn = secrets.randbits(32) if seed is None else seed
+    rule = _acceptance(acceptance, sampling, drawn, sampler, logits_processors or ())
+    engine_options = {
+        "max_context_length": max_context_length,
+        "tile_widths": tile_widths,
+        "prefill_step_size": prefill_step_size,
+    }
+    if not isinstance(engine, str):
+        if asked := [name for name, value in engine_options.items() if value is not None]:
+            raise ValueError(
+                f"{', '.join(asked)}: set when the engine is made, not when it is used"
+            )
+    elif engine == "dynamic" and tile_widths is not None:
+        raise ValueError("tile_widths: the dynamic engine has no tiles")
+    if seed is not None and sampling.greedy:
+        idle.append("seed (decoding is greedy)")
+    if idle:
+        warnings.warn(f"without effect: {', '.join(idle)}", UserWarning, stacklevel=4)
+    if isinstance(engine, str):
+        engine = engine_for(model, engine, **engine_options)
+    if sampling.top_k >= engine.vocab_size:
+        raise ValueError(
+            f"top_k: expected less than the {engine.vocab_size} tokens of the vocabulary, got "
+            f"{sampling.top_k}; 0 keeps all"
+        )
+    decoder = SpeculativeDecoder(
+        engine, drafter, decoding_options, acceptance=rule, seed=drawn, stats=stats
+    )
+    decoder.stats.seed = None if sampling.greedy else drawn
+    return decoder
+
+
+def _sampling(options: Mapping[str, Any]) -> tuple[Sampling, list[str]]:
+    """How to sample, and the options that are accepted and do nothing.
+
+    Raises:
+        TypeError: A name that neither mlxspec nor mlx-lm has.
+        ValueError: What mlx-lm has and cannot be honoured here.
+    """
+    names = {field.name for field in fields(Sampling)}
+    idle = []
+    for name, value in options.items():
+        if name in names:
+            continue
+        if name in _REFUSED:
+            neutral, reason = _REFUSED[name]
+            if value is not neutral:
+                raise ValueError(f"{name}={value!r} cannot be honoured: {reason}")
+        elif name in _IDLE_ALONE:
+            if value is not None and value not in _IDLE_ALONE[name]:
+                idle.append(f"{name} (without kv_bits)")
+        else:
+            raise TypeError(f"unexpected keyword argument {name!r}")
+    asked = {
+        name: value
+        for name, value in options.items()
+        if name in names and not any(value is n or value == n for n in _ASKS_NOTHING[name])
+    }
+    sampling = Sampling(**asked)
+    if sampling.greedy:
+        idle += [f"{name} (decoding is greedy)" for name in asked]
+    return sampling, idle
+
+
+def _acceptance(
+    name: str,
+    sampling: Sampling,
+    seed: int,
+    sampler: Sampler | None,
+    processors: Sequence[LogitsProcessor],
+) -> Acceptance:
+    """The rule that these options ask for.
+
+    Raises:
+        ValueError: An unknown rule, options that contradict each other, or a seed out of range.
+    """
+    key = noise_key(seed)
+    if name not in ("coupled", "rejection"):
+        raise ValueError(f"acceptance: expected 'coupled' or 'rejection', got {name!r}")
+    if sampler is not None and sampling != Sampling():
+        raise ValueError(
+            "sampler: it chooses the token by itself, so temp, top_p and the like have no place; "
+            "give one or the other"
+        )
+    if name == "rejection":
+        if sampler is not None or processors:
+            raise ValueError(
+                "acceptance='rejection' compares distributions, which a sampler or logits "
+                "processors of your own do not tell; use acceptance='coupled'"
+            )
+        if sampling.greedy:
+            raise ValueError("acceptance='rejection' needs a temperature: give temp above 0")
+        return RejectionSampling(sampling, key, with_logprobs=True)
+    if sampler is not None or processors:
+        return CallersChoice(processors, sampler, sampling, key)
+    return ModelsChoice(sampling, with_logprobs=True)

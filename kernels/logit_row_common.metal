@@ -1,5 +1,5 @@
-// What both passes of the row scan share: how a value becomes an integer that can be compared, and
-// how two partial results become one. MLX puts this text in front of the kernel as its header.
+// What the passes of the row scans share: how a value becomes an integer that can be compared, and
+// how two partial results become one. MLX puts this text in front of a kernel as its header.
 
 namespace mlxspec {
 
@@ -72,6 +72,15 @@ template <typename T>
 inline float value_of(int key) {
   float size = FromBits<T>::value(key < 0 ? -key : key);
   return key < 0 ? -size : size;
+}
+
+// Three operations, each rounded to T, as the models compute it: the rounding makes ties.
+template <typename T>
+inline T soft_capped(T x, T cap) {
+  x = static_cast<T>(x / cap);
+  x = static_cast<T>(metal::precise::tanh(x));
+  x = static_cast<T>(x * cap);
+  return x;
 }
 
 // What the exponentials of a part are relative to: its maximum, or the lowest finite number where

@@ -58,10 +58,7 @@ for (uint read = 0; read < READS; read++) {
     const bool present = start + i < end;
     T x = values[i];
     if (CAPPED) {
-      // Three operations, each rounded to T, as the models compute it: the rounding makes ties.
-      x = static_cast<T>(x / cap);
-      x = static_cast<T>(metal::precise::tanh(x));
-      x = static_cast<T>(x * cap);
+      x = soft_capped<T>(x, cap);
     }
     if (present) {
       include(part, x, start + i);

@@ -11,8 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlxspec.scan import mlx_form
-from mlxspec.scan.reference import DtypeName, ReferenceScan, reference_scan, round_to
+from mlxspec.scan.reference import (
+    DtypeName,
+    ReferenceScan,
+    reference_gumbel,
+    reference_scan,
+    round_to,
+)
 from mlxspec.scan.row_scan import Agreement, LogitRowScan, RowScan, automatic_form
+from mlxspec.scan.sampled_scan import SampledRowScan, SampledScan
 
 DTYPES: dict[DtypeName, mx.Dtype] = {
     "float32": mx.float32,
@@ -146,13 +153,52 @@ def reference_agreement(
     )
 
 
+def sampled_differences(
+    scan: SampledScan,
+    logits: NDArray[np.float32],
+    keys: NDArray[np.uint32],
+    temperature: float,
+) -> list[str]:
+    """Compare a sampled choice with the reference's noisy row.
+
+    Noise may be off by two units in the last place of max(1, |noise|), so the token must be one
+    whose noisy value comes as close as that to the largest.
+
+    Args:
+        scan: The scan under test.
+        logits: [rows, vocab], capped.
+        keys: [rows, 2].
+        temperature: What the logits are divided by.
+
+    Returns:
+        One line per field that differs.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        tempered = logits / np.float32(temperature)
+        noisy = (tempered + reference_gumbel(keys, logits.shape[1])).astype(np.float32)
+    noisy = np.where(np.isnan(noisy), np.float32(-np.inf), noisy)
+    highest = noisy.max(axis=-1)
+    token = np.array(scan.token).astype(np.int64)
+    chosen = np.take_along_axis(noisy, token[:, None], axis=-1)[:, 0]
+    # Gumbel numbers of 24 uniform bits stay below 17.
+    finite = np.where(np.isfinite(highest), highest, 0)
+    slack = 2 * np.spacing(np.maximum(np.abs(finite), np.float32(17)))
+    found = []
+    if not np.where(np.isfinite(highest), chosen >= finite - slack, chosen == highest).all():
+        found.append(f"token is {_short(token)}, the reference has {_short(noisy.argmax(-1))}")
+    nans = np.isnan(logits).sum(axis=-1)
+    if not np.array_equal(np.array(scan.nan_count), nans):
+        found.append(f"nan_count is {_short(np.array(scan.nan_count))}, not {_short(nans)}")
+    return found
+
+
 def check_kernels(
     form: str | None = None,
     *,
     vocabularies: tuple[int, ...] = (1, 5, 31, 33, 1000, 4097, 49_152, 262_144),
     report: Callable[[str], None] | None = None,
 ) -> KernelVerdict:
-    """Run the scan over hard rows and compare every field with the reference.
+    """Run the scans over hard rows and compare every field with the reference.
 
     A capped case is compared with the scan of the logits as the model itself caps them, on the
     same device: that is what decides whether the choice is the model's own.
@@ -173,6 +219,15 @@ def check_kernels(
             report(name)
         count += 1
         failures += [f"{name}: {line}" for line in _check_case(form, logits, dtype, cap, top_k)]
+    for name, logits, dtype in _sampled_cases(vocabularies):
+        if report:
+            report(name)
+        count += 1
+        keys = np.arange(2 * len(logits), dtype=np.uint32).reshape(-1, 2) * np.uint32(2654435761)
+        device_logits = mx.array(logits).astype(DTYPES[dtype])
+        sampled = SampledRowScan(0.7, form=form)(device_logits, mx.array(keys))
+        lines = sampled_differences(sampled, logits, keys, 0.7)
+        failures += [f"{name}: {line}" for line in lines]
     info = mx.device_info()
     return KernelVerdict(
         form=form,
@@ -198,6 +253,17 @@ def _cases(
                 for cap, top_k in ((None, 0), (30.0, min(20, vocab))):
                     name = f"{kind}, {rows} x {vocab} {dtype}, cap {cap}, top {top_k}"
                     yield name, logits, dtype, cap, top_k
+
+
+def _sampled_cases(
+    vocabularies: tuple[int, ...],
+) -> Iterator[tuple[str, NDArray[np.float32], DtypeName]]:
+    rng = np.random.default_rng(1)
+    for vocab in vocabularies:
+        for dtype in DTYPES:
+            for kind in ("model-like", "ties", "scattered NaN", "all -inf"):
+                name = f"sampled, {kind}, 3 x {vocab} {dtype}"
+                yield name, hard_rows(kind, 3, vocab, dtype, rng), dtype
 
 
 def _check_case(

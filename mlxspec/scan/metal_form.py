@@ -17,6 +17,11 @@ THREAD_LOGITS = 16
 MAX_TOP_K = 32
 MAX_AGREE_ROWS = 256
 
+# What the first pass hands to the second.
+_PARTS = ("part_key", "part_index", "part_sum", "part_nan_count")
+_PART_DTYPES = (mx.int32, mx.uint32, mx.float32, mx.uint32)
+_LISTS = ("list_key", "list_index")
+
 
 @dataclass(frozen=True)
 class SplitShape:
@@ -97,14 +102,19 @@ def kernel_text(name: str) -> str:
 
 
 @cache
-def _kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Any:
+def _kernel(
+    name: str,
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
+    headers: tuple[str, ...] = ("logit_row_common",),
+) -> Any:
     """Build a kernel once; MLX makes a variant, with a name of its own, per template."""
     return mx.fast.metal_kernel(
         name=f"mlxspec_{name}",
         input_names=list(inputs),
         output_names=list(outputs),
         source=kernel_text(name),
-        header=kernel_text("logit_row_common"),
+        header="".join(kernel_text(header) for header in headers),
         # The kernels index rows densely. MLX copies whatever is not laid out so.
         ensure_row_contiguous=True,
     )
@@ -155,14 +165,11 @@ def scan_rows(
         raise ValueError(f"{split} does not cover {vocab} logits.")
 
     listed = top_k > 0
-    # MLX passes fewer than 8 elements in another address space, which is another kernel to
-    # compile: the parts are flat and never that short.
-    part_shape = (max(rows * split.count, 8),)
-    list_shape = (max(rows * split.count * top_k, 8),)
+    list_shape = (_device_size(rows * split.count * top_k),)
     parts = _kernel(
         "logit_row_scan",
         ("logits", "cap", "dims"),
-        ("part_key", "part_index", "part_sum", "part_nan_count", "list_key", "list_index"),
+        (*_PARTS, *_LISTS),
     )(
         inputs=[
             logits,
@@ -172,20 +179,84 @@ def scan_rows(
         template=[("T", logits.dtype), ("CAPPED", cap is not None), ("TOP", listed)],
         grid=(split.count * split.threads, rows, 1),
         threadgroup=(split.threads, 1, 1),
-        output_shapes=[part_shape] * 4 + [list_shape] * 2,
-        output_dtypes=[mx.int32, mx.uint32, mx.float32, mx.uint32, mx.int32, mx.uint32],
+        output_shapes=[(_device_size(rows * split.count),)] * 4 + [list_shape] * 2,
+        output_dtypes=[*_PART_DTYPES, mx.int32, mx.uint32],
+    )
+    return _combine(
+        parts, (rows, vocab, split.count, top_k), logits.dtype, draft=draft, first_row=first_row
     )
 
-    agree = draft is not None
+
+def sample_rows(
+    logits: mx.array,
+    keys: mx.array,
+    temperature: float,
+    *,
+    cap: float | None = None,
+    split: SplitShape | None = None,
+) -> KernelScan:
+    """Choose argmax(logits / temperature + Gumbel noise) in each row, storing no noise.
+
+    Args:
+        logits: [rows, vocab]; float32, float16 or bfloat16. Copied by MLX if not contiguous.
+        keys: [rows, 2] uint32, the key of each row's noise; drawn as by `mx.random.gumbel`.
+        temperature: Above 0.
+        cap: The final soft cap, or None.
+        split: Another launch shape than the usual one, in pairs of logits.
+
+    Returns:
+        The scan of the noisy rows, but for its log-sum-exp, which has no meaning; from two
+        dispatches.
+
+    Raises:
+        ValueError: The split does not cover the row.
+        RuntimeError: From MLX, where there is no Metal.
+    """
+    rows, vocab = logits.shape
+    pairs = -(-vocab // 2)
+    split = split or default_split(pairs)
+    if split.length * split.count < pairs:
+        raise ValueError(f"{split} does not cover {pairs} pairs of logits.")
+    parts = _kernel(
+        "sampled_row_scan",
+        ("logits", "keys", "cap", "temperature", "dims"),
+        _PARTS,
+        headers=("logit_row_common", "threefry"),
+    )(
+        inputs=[
+            logits,
+            keys,
+            mx.array(1.0 if cap is None else cap, logits.dtype),
+            mx.array(temperature, mx.float32),
+            _constant((vocab, split.length, split.count), mx.uint32),
+        ],
+        template=[("T", logits.dtype), ("CAPPED", cap is not None)],
+        grid=(split.count * split.threads, rows, 1),
+        threadgroup=(split.threads, 1, 1),
+        output_shapes=[(_device_size(rows * split.count),)] * 4,
+        output_dtypes=list(_PART_DTYPES),
+    )
+    no_list = [_constant((0,), mx.int32), _constant((0,), mx.uint32)]
+    return _combine([*parts, *no_list], (rows, vocab, split.count, 0), mx.float32)
+
+
+def _combine(
+    parts: list[mx.array],
+    dims: tuple[int, int, int, int],
+    dtype: mx.Dtype,
+    *,
+    draft: mx.array | None = None,
+    first_row: mx.array | None = None,
+) -> KernelScan:
+    """Put the parts of each row together: the second dispatch; `dtype` is that of the keys."""
+    rows, _, splits, top_k = dims
+    listed, agree = top_k > 0, draft is not None
     threads = min(rows * SIMD_SIZE, MAX_THREADS)
     groups = 1 if agree else -(-rows * SIMD_SIZE // threads)
     top_shape = (rows, max(top_k, 1))
     argmax, maximum, logsumexp, nan_count, top_values, top_indices, agreement = _kernel(
         "logit_row_combine",
-        (
-            *("part_key", "part_index", "part_sum", "part_nan_count", "list_key", "list_index"),
-            *("draft", "first_row", "dims"),
-        ),
+        (*_PARTS, *_LISTS, "draft", "first_row", "dims"),
         (
             *("argmax", "maximum", "logsumexp", "nan_count", "top_value", "top_index"),
             "agreement",
@@ -195,12 +266,12 @@ def scan_rows(
             *parts,
             _constant((-1,), mx.int32) if draft is None else draft.astype(mx.int32),
             _constant((0,), mx.uint32) if first_row is None else first_row.astype(mx.uint32),
-            _constant((rows, vocab, split.count, top_k), mx.uint32),
+            _constant(dims, mx.uint32),
         ],
         template=[
-            ("T", logits.dtype),
+            ("T", dtype),
             ("TOP", listed),
-            ("LISTS", -(-split.count // SIMD_SIZE) if listed else 1),
+            ("LISTS", -(-splits // SIMD_SIZE) if listed else 1),
             ("AGREE", agree),
         ],
         grid=(groups * threads, 1, 1),
@@ -220,3 +291,11 @@ def scan_rows(
         top_indices=top_indices if listed else None,
         agreement=agreement if agree else None,
     )
+
+
+def _device_size(count: int) -> int:
+    """Size an intermediate buffer so that MLX passes it as device memory.
+
+    Fewer than 8 elements go to constant memory, which would be another kernel to compile.
+    """
+    return max(count, 8)

@@ -155,3 +155,16 @@ def agreement(
             mx.min(mx.where(empty, row, rows), keepdims=True).astype(mx.uint32),
         ]
     )
+
+
+def gumbel_noise(keys: mx.array, vocab: int) -> mx.array:
+    """Draw Gumbel noise row by row: [rows, 2] uint32 -> [rows, vocab] float32.
+
+    A row's noise hangs on its own key alone, not on the rows beside it.
+    """
+    return mx.vmap(lambda key: mx.random.gumbel((vocab,), key=key))(keys)
+
+
+def noisy(values: mx.array, keys: mx.array, temperature: float) -> mx.array:
+    """Add a row's noise to its tempered logits: [rows, vocab] -> [rows, vocab] float32."""
+    return values.astype(mx.float32) / temperature + gumbel_noise(keys, values.shape[-1])

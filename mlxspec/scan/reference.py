@@ -118,3 +118,48 @@ def reference_scan(
         top_values=np.take_along_axis(rows, top_indices, axis=-1),
         top_indices=top_indices.astype(np.uint32),
     )
+
+
+def reference_gumbel(keys: NDArray[np.uint32], vocab: int) -> NDArray[np.float64]:
+    """Draw Gumbel noise as `mx.random.gumbel` does, one plain step after the other.
+
+    The generator is Threefry-2x32 with 20 rounds (Salmon, Moraes, Dror, Shaw: "Parallel random
+    numbers: as easy as 1, 2, 3", SC 2011). Index i of a row is drawn together with index
+    i + ceil(vocab / 2); the last pair of an odd row counts 0 in its second place.
+
+    Args:
+        keys: [rows, 2].
+        vocab: Width of a row.
+
+    Returns:
+        [rows, vocab]: the noise of the float32 uniform numbers, its logarithms taken in float64.
+        -inf where a uniform number is 0.
+    """
+    bits = np.stack([reference_bits(key, vocab) for key in keys])
+    uniform = np.minimum(bits.astype(np.float32) / np.float32(2**32), np.float32(1 - 2**-24))
+    with np.errstate(divide="ignore"):
+        return -np.log(-np.log(uniform.astype(np.float64)))
+
+
+def reference_bits(key: NDArray[np.uint32], count: int) -> NDArray[np.uint32]:
+    """Draw `count` words of random bits from a key [2], in the order of MLX's generator."""
+    half = -(-count // 2)
+    low = np.arange(half, dtype=np.uint32)
+    high = np.where(low + half < count, low + half, 0).astype(np.uint32)
+    return np.concatenate(threefry(key, low, high))[:count]
+
+
+def threefry(
+    key: NDArray[np.uint32], low: NDArray[np.uint32], high: NDArray[np.uint32]
+) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    """Scramble counters with a key: Threefry-2x32, 20 rounds. Two arrays in, two of that shape."""
+    schedule = (key[0], key[1], key[0] ^ key[1] ^ np.uint32(0x1BD11BDA))
+    with np.errstate(over="ignore"):
+        low, high = low + schedule[0], high + schedule[1]
+        for group in range(5):
+            for turn in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
+                low = low + high
+                high = ((high << np.uint32(turn)) | (high >> np.uint32(32 - turn))) ^ low
+            low = low + schedule[(group + 1) % 3]
+            high = high + schedule[(group + 2) % 3] + np.uint32(group + 1)
+    return low, high

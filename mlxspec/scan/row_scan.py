@@ -107,10 +107,7 @@ class LogitRowScan:
             ValueError: The logits are not two-dimensional, are empty, or have another dtype; the
                 draft does not have one token a row; `first_row` comes without a draft.
         """
-        if logits.ndim != 2 or 0 in logits.shape:
-            raise ValueError(f"logits must be [rows, vocab] and not empty, got {logits.shape}.")
-        if logits.dtype not in _DTYPES:
-            raise ValueError(f"logits must be float32, float16 or bfloat16, got {logits.dtype}.")
+        check_logits(logits)
         if draft is None and first_row is not None:
             raise ValueError("first_row says where a draft starts; pass the draft too.")
         if draft is not None:
@@ -176,6 +173,14 @@ class LogitRowScan:
             return None, None
         indices = mlx_form.largest(values, top_k)
         return mlx_form.value_at(values, indices), indices
+
+
+def check_logits(logits: mx.array) -> None:
+    """Raise a ValueError unless logits are [rows, vocab] of a floating dtype and not empty."""
+    if logits.ndim != 2 or 0 in logits.shape:
+        raise ValueError(f"logits must be [rows, vocab] and not empty, got {logits.shape}.")
+    if logits.dtype not in _DTYPES:
+        raise ValueError(f"logits must be float32, float16 or bfloat16, got {logits.dtype}.")
 
 
 def automatic_form() -> str:

@@ -436,7 +436,8 @@ def _mask(dtype: mx.Dtype) -> int:
 
 def _to_numpy(array: mx.array) -> np.ndarray:
     bits = array.view(mx.uint16) if array.dtype.size == 2 else array
-    return np.array(bits).astype(_NUMPY[array.dtype], copy=True)
+    # Row after row, as MLX lays a copy out: a broadcast array would keep its stride of 0.
+    return np.array(bits).astype(_NUMPY[array.dtype], order="C", copy=True)
 
 
 def flushes_denormals() -> bool:

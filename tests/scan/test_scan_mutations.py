@@ -50,9 +50,10 @@ FAULTS = {
         "logit_row_scan", "include(part, x, start + i)", "include(part, values[i], start + i)"
     ),
     "cap without its roundings": Fault(
-        "logit_row_scan",
-        "x = static_cast<T>(metal::precise::tanh(x));\n      x = static_cast<T>(x * cap);",
-        "x = static_cast<T>(metal::precise::tanh(float(values[i]) / float(cap)) * float(cap));",
+        "logit_row_common",
+        "  x = static_cast<T>(x / cap);\n  x = static_cast<T>(metal::precise::tanh(x));\n"
+        "  x = static_cast<T>(x * cap);\n",
+        "  x = static_cast<T>(metal::precise::tanh(float(x) / float(cap)) * float(cap));\n",
     ),
     "one row off": Fault(
         "logit_row_scan", "size_t(row) * vocab;", "size_t(row == 0 ? 1 : row) * vocab;"

@@ -9,7 +9,7 @@ Three rules, for what the layers of a model and the device's kernels allow:
 - aligned (rows that depend on the width): there is one width, and a tile starts at a multiple
   of it, so a position is always computed in the same row of the same shape.
 
-No tile of any rule crosses the end of a span.
+No decode tile of any rule crosses a limit: the end of a span, or where keys become quantised.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from mlxspec.engine.spans import SpanRule
+from mlxspec.engine.spans import TileLimits
 
 Placement = Literal["free", "anchored", "aligned"]
 
@@ -47,15 +47,15 @@ class FreePlacement:
     """Tiles start where they are needed."""
 
     widest: int
-    spans: SpanRule
+    limits: TileLimits
 
     def start(self, position: int, checkpoint: int) -> int:
         """The position itself."""
         return position
 
     def end(self, start: int) -> int:
-        """The tile's width on, or the end of the span."""
-        return min(start + self.widest, self.spans.span(start))
+        """The tile's width on, or the next limit."""
+        return min(start + self.widest, self.limits.end(start))
 
     def reaches(self, position: int, checkpoint: int) -> bool:
         """Always: there is no recurrent state."""
@@ -70,20 +70,20 @@ class FreePlacement:
 class AnchoredPlacement:
     """Tiles start where the recurrent state is kept.
 
-    A tile that would cross a span's end is narrowed to the widest that does not; as the narrowest
-    width divides all others and every span, the state always arrives at the end exactly.
+    A tile that would cross a limit is narrowed to the widest that does not; as the narrowest
+    width divides all others and every limit, the state always arrives at the limit exactly.
     """
 
     widths: tuple[int, ...]
-    spans: SpanRule
+    limits: TileLimits
 
     def start(self, position: int, checkpoint: int) -> int:
         """The position the state covers."""
         return checkpoint
 
     def end(self, start: int) -> int:
-        """The widest ladder step on that does not cross the end of the span."""
-        room = self.spans.span(start) - start
+        """The widest ladder step on that does not cross a limit."""
+        room = self.limits.end(start) - start
         return start + max(width for width in self.widths if width <= room)
 
     def reaches(self, position: int, checkpoint: int) -> bool:
@@ -91,8 +91,8 @@ class AnchoredPlacement:
         return position < self.end(checkpoint)
 
     def prefill_widths(self, widths: tuple[int, ...]) -> tuple[int, ...]:
-        """All of them: every one leaves the state at its end."""
-        return widths
+        """The multiples of the narrowest width, so that the state can arrive at every limit."""
+        return _multiples(widths, self.widths[0])
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class AlignedPlacement:
         return position // self.width * self.width
 
     def end(self, start: int) -> int:
-        """The next multiple; the width divides every span, so it lies inside the span."""
+        """The next multiple; the width divides every limit, so it crosses none."""
         return start + self.width
 
     def reaches(self, position: int, checkpoint: int) -> bool:
@@ -116,21 +116,30 @@ class AlignedPlacement:
 
     def prefill_widths(self, widths: tuple[int, ...]) -> tuple[int, ...]:
         """All, or for recurrent state the multiples of the width, so it ends at a tile's start."""
-        if not self.recurrent:
-            return widths
-        multiples = tuple(width for width in widths if width % self.width == 0)
-        return multiples if self.width in multiples else (*multiples, self.width)
+        return _multiples(widths, self.width) if self.recurrent else widths
+
+
+def _multiples(widths: tuple[int, ...], unit: int) -> tuple[int, ...]:
+    """Those of the descending widths that are multiples of the unit, and the unit itself."""
+    multiples = tuple(width for width in widths if width % unit == 0)
+    return multiples if unit in multiples else (*multiples, unit)
 
 
 def tile_placement(
-    placement: Placement, widths: tuple[int, ...], spans: SpanRule, recurrent: bool
+    placement: Placement, widths: tuple[int, ...], limits: TileLimits, recurrent: bool
 ) -> TilePlacement:
     """The rule of that name.
 
     Raises:
         ValueError: The rule does not fit the layers: recurrent state cannot be placed freely,
-            and without one there is nothing to anchor.
+            and without one there is nothing to anchor. Or quantisation begins inside a tile.
     """
+    unit = 1 if placement == "free" else widths[0]
+    if limits.quantized_from is not None and limits.quantized_from % unit:
+        raise ValueError(
+            f"quantized_kv_start: expected a multiple of {unit}, the tile width of {placement} "
+            f"placement, got {limits.quantized_from}"
+        )
     if placement == "aligned":
         return AlignedPlacement(widths[0], recurrent)
     if placement == "free" and recurrent:
@@ -141,8 +150,8 @@ def tile_placement(
     if placement == "anchored":
         if not recurrent:
             raise ValueError("placement: 'anchored' is for recurrent layers; use 'free'")
-        return AnchoredPlacement(widths, spans)
-    return FreePlacement(widths[-1], spans)
+        return AnchoredPlacement(widths, limits)
+    return FreePlacement(widths[-1], limits)
 
 
 def default_tile_widths(placement: Placement | None) -> tuple[int, ...]:

@@ -30,3 +30,23 @@ class SpanRule:
         doublings = max(0, (position // self.step).bit_length() - 4)
         bucket = self.step << doublings
         return (position // bucket + 1) * bucket
+
+
+@dataclass(frozen=True)
+class TileLimits:
+    """Positions that no decode tile crosses, so that its rows are what each would be alone.
+
+    Attributes:
+        spans: Rows of one tile attend to one span.
+        quantized_from: First position whose row finds the keys quantised, if there is one.
+    """
+
+    spans: SpanRule
+    quantized_from: int | None = None
+
+    def end(self, position: int) -> int:
+        """The first position that may not share a tile with `position`."""
+        end = self.spans.span(position)
+        if self.quantized_from is not None and position < self.quantized_from:
+            return min(end, self.quantized_from)
+        return end

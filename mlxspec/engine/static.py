@@ -15,19 +15,21 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlxspec.engine.exclusive import Exclusive
 from mlxspec.engine.placement import Placement, checked_tile_widths, tile_placement
 from mlxspec.engine.protocol import Capture, ProgressCallback, VerifyRows
-from mlxspec.engine.spans import SpanRule
-from mlxspec.engine.state import ModelState, StateLayout
+from mlxspec.engine.spans import SpanRule, TileLimits
+from mlxspec.engine.state import KVQuantization, ModelState, StateLayout
 from mlxspec.engine.support import (
     context_limit,
     default_context_length,
     default_placement,
     require_static,
+    why_not_quantized,
 )
 from mlxspec.engine.tiles import TileKey, Tiles
 from mlxspec.engine.tokens import TokenView, token_ids
-from mlxspec.errors import RewindRefused
+from mlxspec.errors import RewindRefused, UnsupportedModel
 
 DEFAULT_PREFILL_STEP_SIZE = 2048
+DEFAULT_QUANTIZED_KV_START = 5000
 _NO_NOISE = mx.array([0, 0], mx.uint32)
 
 
@@ -61,10 +63,16 @@ class StaticShapeEngine:
         prefill_step_size: Rows of the widest prefill tile; the others are powers of two below.
         span_step: Slots of the smallest span bucket.
         initial_capacity: Tokens to make room for at first; the state grows with use.
+        kv_bits: Bits of a quantised number of keys and values, as mlx-lm's; None keeps them
+            whole.
+        kv_group_size: Numbers that share a scale, as mlx-lm's.
+        quantized_kv_start: Position from which on keys are seen quantised, as mlx-lm's: as there,
+            the first forward never is, nor a prompt chunk that begins before. A multiple of
+            the narrowest tile width for recurrent models.
 
     Raises:
-        UnsupportedModel: A layer of the model has a state that cannot be kept exactly, or its
-            family is unknown.
+        UnsupportedModel: A layer of the model has a state that cannot be kept exactly, or not
+            quantised, or its family is unknown.
         ValueError: An option is out of range.
     """
 
@@ -80,8 +88,12 @@ class StaticShapeEngine:
         prefill_step_size: int = DEFAULT_PREFILL_STEP_SIZE,
         span_step: int = SpanRule.step,
         initial_capacity: int = 0,
+        kv_bits: int | None = None,
+        kv_group_size: int = 64,
+        quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START,
     ):
         self._spans = SpanRule(span_step)
+        quantization = None if kv_bits is None else KVQuantization(kv_bits, kv_group_size)
         checked_tile_widths(tile_widths, placement, span_step)
         prefill_widths = _prefill_widths(prefill_step_size)
         require_static(model)
@@ -90,19 +102,27 @@ class StaticShapeEngine:
         self._context_length = _checked_context_length(
             max_context_length, model, self.verify_tile_width
         )
-        layout, self._vocab_size = _warm_up(model, self.verify_tile_width)
-        self._place = tile_placement(placement, self._widths, self._spans, layout.is_recurrent)
+        layout, self._vocab_size = _warm_up(model, self.verify_tile_width, quantization)
+        first = self._widths[0] if layout.is_recurrent else 1
+        self._limits = TileLimits(
+            self._spans,
+            None if quantization is None else _checked_quantized_start(quantized_kv_start, first),
+        )
+        self._place = tile_placement(placement, self._widths, self._limits, layout.is_recurrent)
         self._prefill_widths = self._place.prefill_widths(prefill_widths)
         self._model = model
         self._weights = _weights(model)
-        self._tiles = Tiles(model, layout)
+        layouts = [layout] if quantization is None else [layout, layout.quantized(quantization)]
+        self._tiles = {layout: Tiles(model, layout) for layout in layouts}
         self._exclusive = Exclusive()
         self._history: list[int] = []
         self._cursor = 0
         self._forward_count = 0
         self._prefill_forward_count = 0
         self._state = ModelState(
-            layout, self._capacity_for(max(1, min(initial_capacity, self._context_length)))
+            layouts[0],
+            self._capacity_for(max(1, min(initial_capacity, self._context_length))),
+            layouts[-1],
         )
 
     @property
@@ -149,26 +169,12 @@ class StaticShapeEngine:
     def max_verify_block_length(self) -> int:
         """The longest block `verify` takes from the present cursor.
 
-        Two things bound it. The context: its last token is emitted and never processed. And
-        every ring: a block that is rejected whole must leave the keys which the next forward
-        sees, so it may write no further than the ring is deep, padding included.
+        Three things bound it. The context: its last token is emitted and never processed. Every
+        ring: a block that is rejected whole must leave the keys which the next forward sees, so
+        it may write no further than the ring is deep, padding included. And the start of
+        quantisation, which cannot be taken back. The error of `verify` says which it was.
         """
-        longest = max(0, self._context_length - 1 - self._cursor)
-        last_write = self._state.last_write(self._tile_start(self._cursor))
-        if last_write is None:
-            return longest
-        position = self._cursor
-        while position < self._cursor + longest:
-            start = self._tile_start(position) if position == self._cursor else position
-            end = min(self._place.end(start), self._cursor + longest)
-            widths = [width for width in self._widths if start + width <= last_write]
-            reach = min(end, start + max(widths, default=0))
-            if reach <= position:
-                break
-            position = reach
-            if reach < end:
-                break
-        return position - self._cursor
+        return self._verify_bound[0]
 
     @property
     def forward_count(self) -> int:
@@ -183,12 +189,13 @@ class StaticShapeEngine:
     @property
     def trace_count(self) -> int:
         """How often a tile was traced since the engine was made, in all threads."""
-        return self._tiles.trace_count
+        return sum(tiles.trace_count for tiles in self._tiles.values())
 
     @property
     def compiled(self) -> bool | None:
         """Whether MLX compiles the tiles; None until a tile has been called twice."""
-        return self._tiles.compiled
+        known = [tiles.compiled for tiles in self._tiles.values()]
+        return False if False in known else next((c for c in known if c is not None), None)
 
     @property
     def capacity(self) -> int:
@@ -216,7 +223,7 @@ class StaticShapeEngine:
         """Extend the history by `tokens` and process them in wide tiles without logits.
 
         Every tile is full: the widest that the rest fills, then the next. What no full tile of
-        an aligned recurrent model holds is fed by the next `verify`.
+        a recurrent model holds is fed by the next `verify`.
 
         Args:
             tokens: Token ids; may be empty.
@@ -230,17 +237,13 @@ class StaticShapeEngine:
         """
         with self._exclusive.call("prefill"):
             ids = token_ids(tokens, self._vocab_size, "prefill")
-            self._require_room(len(ids), self._context_length - 1 - self._cursor, "prefill")
+            _require_length("prefill", len(ids), self._context_bound)
             report = progress or (lambda processed, total: None)
             report(0, len(ids))
             before = self._cursor
-            with self._extended_history(ids):
-                position = self._tile_start(before)
-                for width in self._prefill_widths:
-                    while len(self._history) - position >= width:
-                        self._prefill_tile(position, width)
-                        position += width
-                        report(max(0, position - before), len(ids))
+            with self._extended_history(ids), self._state.undone_on_failure(before):
+                for position in self._prefill_tiles():
+                    report(max(0, position - before), len(ids))
                 if position < len(self._history):
                     report(len(ids), len(ids))
             self._state.pinned = self._state.position
@@ -272,26 +275,22 @@ class StaticShapeEngine:
             ids = token_ids(block, self._vocab_size, "verify")
             if not ids:
                 raise ValueError("verify: expected at least the anchor, got an empty block")
-            self._require_room(len(ids), self.max_verify_block_length, "verify")
-            self._state.settle()
+            _require_length("verify", len(ids), self._verify_bound)
+            before = self._cursor
             with self._extended_history(ids):
                 rows = self._read_rows(self._verify_tiles(capture, noise_key), capture)
+            self._state.settle(before)
             self._forward_count += rows.forwards
             return rows
 
     def allows_rewind(self, to: int) -> bool:
         """Whether `reset(to)` would succeed: the state holds what the next forward there needs.
 
-        That is every key a ring's window shows to the tile that would start there, and a
-        recurrent checkpoint from which one tile reaches the token after `to`.
+        That is every key a ring's window shows to the tile that would start there, a recurrent
+        checkpoint from which one tile reaches the token after `to`, and keys in the form,
+        quantised or not, in which that token sees them. The empty state needs nothing.
         """
-        if not 0 <= to <= self._cursor:
-            return False
-        if to in (0, self._cursor):
-            return True
-        checkpoint = self._state.nearest_checkpoint(to)
-        start = self._place.start(to, checkpoint)
-        return self._place.reaches(to, checkpoint) and self._state.rings_allow(start)
+        return 0 <= to <= self._cursor and self._why_no_rewind(to) is None
 
     def reset(self, to: int) -> None:
         """Shorten history and cursor to `to` tokens; 0 also zeroes the state.
@@ -308,12 +307,10 @@ class StaticShapeEngine:
                     f"reset: expected a length from 0 to {self._cursor}, the tokens processed so "
                     f"far, got {to}"
                 )
-            if not self.allows_rewind(to):
+            if reason := self._why_no_rewind(to):
                 raise RewindRefused(
-                    f"reset: {to} tokens are too few to go back to from {self._cursor}: sliding "
-                    f"windows and recurrent layers have forgotten what stood there (their state "
-                    f"reaches position {self._state.high_water}). Use reset(0) and process the "
-                    "tokens again"
+                    f"reset: cannot go back from {self._cursor} tokens to {to}: {reason}. Use "
+                    "reset(0) and process the tokens again"
                 )
             del self._history[to:]
             self._cursor = to
@@ -340,12 +337,63 @@ class StaticShapeEngine:
             del self._history[self._cursor :]
             self._state.rewind(self._cursor)
 
-    def _prefill_tile(self, start: int, width: int) -> None:
-        self._forward(start, width, width, self._spans.span(start + width - 1), capture=None)
-        self._evaluate([])
+    def _why_no_rewind(self, to: int) -> str | None:
+        """What the state no longer holds of the first `to` tokens, or None if nothing is missing.
+
+        Rings, recurrent layers and full attention go back together or not at all.
+        """
+        state = self._state
+        if to in (0, self._cursor):
+            return None
+        checkpoint = state.nearest_checkpoint(to)
+        start = self._place.start(to, checkpoint)
+        if not self._place.reaches(to, checkpoint):
+            return f"of the recurrent state only that after {checkpoint} tokens is left before it"
+        if not state.rings_allow(start):
+            return (
+                f"the sliding windows have been written up to position {state.high_water} and no "
+                "longer hold what the next token there would see"
+            )
+        if state.is_quantized and not self._quantized_at(start):
+            return f"keys and values are quantised since position {self._limits.quantized_from}"
+        return None
+
+    def _quantized_at(self, position: int) -> bool:
+        start = self._limits.quantized_from
+        return start is not None and position >= start
+
+    def _prefill_tiles(self) -> Iterator[int]:
+        """Process the history from the cursor on in full tiles; yields where each has come to.
+
+        First the state is brought to the cursor in decode tiles, as far as the narrowest allows,
+        as plain decoding would have left it: where prefill tiles begin, and so how their sums
+        are rounded, must not tell how much was drafted before. Then come mlx-lm's own chunks:
+        each sees keys quantised or not as its first position says.
+        """
+        position, end = self._tile_start(self._cursor), len(self._history)
+        yield position
+        for width in reversed(self._widths):
+            while self._cursor - position >= width:
+                outputs = self._decode_tile(position, position + width, Capture()).outputs
+                position = self._finish_prefill_tile(outputs, position + width)
+                yield position
+        for chunk in range(position, end, self._prefill_widths[0]):
+            if self._quantized_at(chunk):
+                self._state.quantize()
+            chunk_end = min(end, chunk + self._prefill_widths[0])
+            for width in self._prefill_widths:
+                while chunk_end - position >= width:
+                    span = self._spans.span(position + width - 1)
+                    outputs = self._forward(position, width, width, span, capture=None)
+                    position = self._finish_prefill_tile(outputs, position + width)
+                    yield position
+
+    def _finish_prefill_tile(self, outputs: list[mx.array], position: int) -> int:
+        """Compute what is under way. Nobody goes back inside a prefill: one state is kept."""
+        self._evaluate([outputs])
         self._prefill_forward_count += 1
-        # Within one prefill nobody goes back, so only the newest state is kept.
-        self._state.settle()
+        self._state.settle(position)
+        return position
 
     def _verify_tiles(self, capture: Capture, noise_key: mx.array | None) -> list[_Tile]:
         """Run the tiles that cover the history from the cursor on; nothing is read back yet."""
@@ -354,12 +402,21 @@ class StaticShapeEngine:
         while position < end:
             start = self._tile_start(position)
             stop = min(end, self._place.end(start))
-            width = next(width for width in self._widths if width >= stop - start)
-            span = self._spans.span(start)
-            outputs = self._forward(start, stop - start, width, span, capture, noise_key)
-            tiles.append(_Tile(outputs, slice(position - start, stop - start), start + width))
+            tiles.append(self._decode_tile(position, stop, capture, noise_key))
             position = stop
         return tiles
+
+    def _decode_tile(
+        self, position: int, stop: int, capture: Capture, noise_key: mx.array | None = None
+    ) -> _Tile:
+        """Run the tile that computes positions up to `stop`; lazily."""
+        start = self._tile_start(position)
+        if self._quantized_at(start):
+            self._state.quantize()
+        width = next(width for width in self._widths if width >= stop - start)
+        span = self._spans.span(start)
+        outputs = self._forward(start, stop - start, width, span, capture, noise_key)
+        return _Tile(outputs, slice(position - start, stop - start), start + width)
 
     def _forward(
         self,
@@ -375,16 +432,17 @@ class StaticShapeEngine:
         state.clear_non_finite(self._cursor)
         if span + self.verify_tile_width > state.capacity:
             state.grow(self._capacity_for(span))
-            self._tiles.forget_other_capacities(state.capacity)
-        if start == 0:
-            state.high_water = 0
+            for tiles in self._tiles.values():
+                tiles.forget_other_capacities(state.capacity)
         tokens = self._history[start : start + rows]
         # A committed or just proposed token: padding meets no embedding that the rows do not.
         tokens += tokens[-1:] * (width - rows)
-        tile = self._tiles.get(TileKey(width, span, state.capacity, capture))
-        slots, state.slots = state.slots, []
+        tile = self._tiles[state.layout].get(TileKey(width, span, state.capacity, capture))
+        slots = state.slots
         try:
-            outputs, updated, recurrent = tile(
+            # The old arrays must have no owner left when the tile is evaluated, or MLX copies them.
+            state.slots = []
+            outputs, state.slots, recurrent = tile(
                 mx.array([tokens], dtype=mx.int32),
                 mx.array(start, dtype=mx.int32),
                 _NO_NOISE if noise_key is None else noise_key,
@@ -394,10 +452,7 @@ class StaticShapeEngine:
         except BaseException:
             state.slots = slots
             raise
-        # The old arrays must have no owner left when the tile is evaluated, or MLX copies them.
-        del slots
-        state.slots = updated
-        state.high_water = max(state.high_water, start + width)
+        state.mark_write(start, start + width)
         if rows == width and recurrent:
             state.adopt(start + width, recurrent)
         return outputs
@@ -447,19 +502,52 @@ class StaticShapeEngine:
             slots *= 2
         return min(slots, largest) + self.verify_tile_width
 
-    def _require_room(self, count: int, room: int, what: str) -> None:
-        if count <= room:
-            return
-        if room < self._context_length - 1 - self._cursor:
-            raise ValueError(
-                f"{what}: expected at most {room} tokens, got {count}: were more rejected at once, "
-                "the sliding windows could not go back. Verify a shorter block"
-            )
-        raise ValueError(
-            f"{what}: expected at most {room} tokens, got {count}: the context holds "
-            f"{self._context_length} tokens, the last of which is only emitted, and {self._cursor} "
-            "are processed. Shorten the input or raise max_context_length"
+    @property
+    def _context_bound(self) -> tuple[int, str]:
+        """How many more tokens the context takes, and a sentence about it."""
+        return max(0, self._context_length - 1 - self._cursor), (
+            f"the context holds {self._context_length} tokens, the last of which is only emitted, "
+            f"and {self._cursor} are processed. Shorten the input or raise max_context_length"
         )
+
+    @property
+    def _verify_bound(self) -> tuple[int, str]:
+        """How long a block may be, and a sentence about what bounds it."""
+        length, reason = self._context_bound
+        quantized_from = self._limits.quantized_from
+        if quantized_from is not None and 0 < quantized_from - self._cursor < length:
+            length = quantized_from - self._cursor
+            reason = (
+                f"keys become quantised at position {quantized_from}, and a block across it "
+                "could not be taken back. Verify a shorter block"
+            )
+        if (reach := self._ring_reach(self._cursor + length)) < length:
+            return reach, (
+                "were more rejected at once, the sliding windows could not go back: their rings "
+                "are as deep as two of the widest tiles need. Verify a shorter block"
+            )
+        return length, reason
+
+    def _ring_reach(self, end: int) -> int:
+        """How long a block up to `end` may be so that all of it can be rejected."""
+        start = self._tile_start(self._cursor)
+        last_write = self._state.last_write(start)
+        position = self._cursor
+        while position < end:
+            widths = [w for w in self._widths if last_write is None or start + w <= last_write]
+            tile_end = min(end, self._place.end(start))
+            reached = min(tile_end, start + max(widths, default=0))
+            position = max(position, reached)
+            if reached < tile_end:
+                break
+            start = position
+        return position - self._cursor
+
+
+def _require_length(what: str, count: int, bound: tuple[int, str]) -> None:
+    length, reason = bound
+    if count > length:
+        raise ValueError(f"{what}: expected at most {length} tokens, got {count}: {reason}")
 
 
 def _prefill_widths(step_size: int) -> tuple[int, ...]:
@@ -491,7 +579,19 @@ def _weights(model: nn.Module) -> list[mx.array]:
     return [array for _, array in flat]
 
 
-def _warm_up(model: nn.Module, widest_tile: int) -> tuple[StateLayout, int]:
+def _checked_quantized_start(start: int, first_tile: int) -> int:
+    """The first position that sees quantised keys.
+
+    mlx-lm converts after a forward, so its first one never does; nor does the first tile here.
+    """
+    if isinstance(start, bool) or not isinstance(start, int) or start < 0:
+        raise ValueError(f"quantized_kv_start: expected a position, 0 or more, got {start!r}")
+    return max(start, first_tile)
+
+
+def _warm_up(
+    model: nn.Module, widest_tile: int, quantization: KVQuantization | None
+) -> tuple[StateLayout, int]:
     """Run one token eagerly, which evaluates what the tiles hold as constants.
 
     An array that is not evaluated when a tile is traced, such as a lazily built table of rope
@@ -499,8 +599,15 @@ def _warm_up(model: nn.Module, widest_tile: int) -> tuple[StateLayout, int]:
 
     Returns:
         The model's state, and the width of a row of logits.
+
+    Raises:
+        UnsupportedModel: The model cannot run with quantised keys and values.
     """
     caches = make_prompt_cache(model)
-    logits = model(mx.array([[0]]), cache=caches)
+    token = mx.array([[0]])
+    logits = model(token, cache=caches)
     mx.eval(logits, model.parameters())
-    return StateLayout.of(caches, widest_tile), logits.shape[-1]
+    layout = StateLayout.of(caches, widest_tile)
+    if quantization is not None and (reason := why_not_quantized(model, caches, quantization)):
+        raise UnsupportedModel(f"kv_bits cannot be honoured for this model: {reason}")
+    return layout, logits.shape[-1]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import _get_classes
 
 from mlxspec.engine.placement import Placement
-from mlxspec.engine.state import foreign_kinds, layer_kind
+from mlxspec.engine.state import KVQuantization, foreign_kinds, layer_kind
 from mlxspec.errors import UnsupportedModel
 
 # Modules of mlx_lm.models that the test suite builds from a tiny config and compares, token for
@@ -19,10 +20,19 @@ from mlxspec.errors import UnsupportedModel
 # guessed at: some models read their position off the keys' length and would be silently wrong.
 # fmt: off
 STATIC_FAMILIES: frozenset[str] = frozenset({
-    "apertus", "bailing_moe", "cohere", "deepseek", "deepseek_v2", "dots1", "ernie4_5",
-    "ernie4_5_moe", "exaone", "gemma", "gemma2", "glm", "glm4", "glm4_moe", "gpt2", "gpt_neox",
-    "gptj", "granite", "granitemoe", "helium", "hunyuan", "hunyuan_v1_dense", "internlm2",
-    "internlm3", "Klear", "lille-130m", "llama", "qwen3_moe",
+    "afmoe", "apertus", "baichuan_m1", "bailing_moe", "bailing_moe_linear", "cohere", "cohere2",
+    "deepseek", "deepseek_v2", "dots1", "ernie4_5", "ernie4_5_moe", "exaone", "exaone4",
+    "exaone_moe", "falcon_h1", "gear", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n",
+    "gemma4", "gemma4_text", "glm", "glm4", "glm4_moe", "gpt2", "gpt_neox", "gpt_oss", "gptj",
+    "granite", "granitemoe", "granitemoehybrid", "helium", "hunyuan", "hunyuan_v1_dense",
+    "internlm2", "internlm3", "iquestloopcoder", "jamba", "Klear", "laguna", "lfm2", "lfm2-vl",
+    "lfm2_moe", "lille-130m", "llama", "llama4_text", "mamba2", "mellum", "mimo", "mimo_v2_flash",
+    "minicpm", "minicpm3", "minimax", "ministral3", "mistral3", "mixtral", "muse_glimmer",
+    "nanbeige", "nanochat", "nemotron", "nemotron-nas", "nemotron_h", "olmo2", "olmo3",
+    "olmo_hybrid", "olmoe", "openelm", "phi", "phi3", "phimoe", "phixtral", "pixtral", "plamo",
+    "plamo2", "prism_hadamard_qwen35", "qwen", "qwen2", "qwen2_moe", "qwen2_vl", "qwen3", "qwen3_5",
+    "qwen3_5_moe", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "rwkv7", "seed_oss",
+    "smollm3", "spark2_5", "stablelm", "starcoder2", "step3p5", "talkie", "telechat3", "youtu_llm",
 })
 # fmt: on
 
@@ -38,18 +48,29 @@ _COMPRESSED_KEYS = (
 # Reasons a person can act on, for families whose caches look plain and are not.
 _REFUSED_FAMILIES = {
     "afm7": "it takes positions from the length of the keys, which is fixed here",
+    "bailing_hybrid": _COMPRESSED_KEYS,
+    "bailing_moe_v3": _COMPRESSED_KEYS,
     "bitnet": "its matrices are multiplied by a kernel that exists for Metal alone",
     "dbrx": "its experts are chosen on the host inside the forward, which cannot be compiled",
     "deepseek_v3": _COMPRESSED_KEYS,
+    "deepseek_v32": _COMPRESSED_KEYS,
     "glm4_moe_lite": _COMPRESSED_KEYS,
+    "glm_moe_dsa": _COMPRESSED_KEYS,
     "gpt_bigcode": "it reads the cache's position on the host, which cannot be compiled",
     "kimi_k25": _COMPRESSED_KEYS,
+    "kimi_k3": _COMPRESSED_KEYS,
+    "kimi_linear": _COMPRESSED_KEYS,
     "kimi_vl": _COMPRESSED_KEYS,
     "llama4": "its chunked attention forgets keys that a rewind would need",
-    "mamba": "its recurrent state cannot be rewound yet",
+    "longcat_flash": _COMPRESSED_KEYS,
+    "longcat_flash_ngram": _COMPRESSED_KEYS,
+    "mamba": "it looks for mlx-lm's own class of recurrent state and finds another",
     "mistral4": _COMPRESSED_KEYS,
-    "olmo": "mlx-lm's own forward fails on a prompt of more than two tokens",
+    "muse_spark": "it is made of kernels that exist for Metal alone",
+    "olmo": "mlx-lm itself cannot generate with it: it adds its mask as a number",
     "phi3small": "its block-sparse attention takes positions from the length of the keys",
+    "plamo3": "its sliding window is one key longer over a prompt than while decoding",
+    "recurrent_gemma": "its recurrence treats the first token apart, which it tells by a missing state",
 }
 
 # Position tables, not rotations: a padding row past the table would read foreign memory.
@@ -118,6 +139,34 @@ def default_placement(model: nn.Module) -> Placement:
     if not any("recurrent" in layer_kind(cache) for cache in make_prompt_cache(model)):
         return "free"
     return "anchored" if _ANCHORED_FAMILIES.issuperset(_families_inside(model)) else "aligned"
+
+
+def why_not_quantized(
+    model: nn.Module, caches: Sequence[Any], quantization: KVQuantization
+) -> str | None:
+    """The reason this model cannot run on quantised keys and values, or None if it can.
+
+    Args:
+        model: The model.
+        caches: mlx-lm's caches of it, one token in.
+        quantization: The conversion asked for.
+    """
+    kinds = {part for cache in caches for part in layer_kind(cache).split(" + ")}
+    if "sliding window" in kinds:
+        return "it has sliding-window layers, which mlx-lm cannot quantise either"
+    if not any(hasattr(cache, "to_quantized") for cache in caches):
+        return "it has no layer whose keys and values mlx-lm would quantise"
+    try:
+        options = {"group_size": quantization.group_size, "bits": quantization.bits}
+        quantized = [
+            cache.to_quantized(**options) if hasattr(cache, "to_quantized") else cache
+            for cache in caches
+        ]
+        mx.eval(model(mx.array([[0]]), cache=quantized))
+    except Exception as problem:
+        # Head sizes that no group divides, attention sinks, attention of the model's own making.
+        return f"mlx-lm cannot run it with {quantization}: {problem}"
+    return None
 
 
 def default_context_length(model: nn.Module, widest_tile: int) -> int:

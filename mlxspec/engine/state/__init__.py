@@ -3,6 +3,15 @@
 from mlxspec.engine.state.frame import TileFrame
 from mlxspec.engine.state.layout import StateLayout, foreign_kinds, layer_kind
 from mlxspec.engine.state.model_state import ModelState
+from mlxspec.engine.state.quantized import KVQuantization
 from mlxspec.engine.state.ring import RingRule
 
-__all__ = ["ModelState", "RingRule", "StateLayout", "TileFrame", "foreign_kinds", "layer_kind"]
+__all__ = [
+    "KVQuantization",
+    "ModelState",
+    "RingRule",
+    "StateLayout",
+    "TileFrame",
+    "foreign_kinds",
+    "layer_kind",
+]

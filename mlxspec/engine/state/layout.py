@@ -11,11 +11,14 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
 from mlxspec.engine.state.frame import TileFrame
 from mlxspec.engine.state.full import FullAttentionLayer
+from mlxspec.engine.state.quantized import KVQuantization, QuantizedAttentionLayer
 from mlxspec.engine.state.recurrent import RecurrentLayer
 from mlxspec.engine.state.ring import RingLayer, RingRule
+from mlxspec.engine.state.slots import SlotLayer
 
-SlotLayer = FullAttentionLayer | RingLayer
-Layer = SlotLayer | RecurrentLayer | tuple["Layer", ...]
+Layer = (
+    FullAttentionLayer | QuantizedAttentionLayer | RingLayer | RecurrentLayer | tuple["Layer", ...]
+)
 
 
 def layer_kind(cache: Any) -> str:
@@ -68,6 +71,21 @@ class StateLayout:
 
         return StateLayout(tuple(layer(cache) for cache in caches))
 
+    def quantized(self, quantization: KVQuantization) -> StateLayout:
+        """The layout after the conversion.
+
+        mlx-lm converts the caches in its list that can be converted: full attention, but not
+        what stands inside a `CacheList`. So does this.
+        """
+        return StateLayout(
+            tuple(
+                QuantizedAttentionLayer.of(layer, quantization)
+                if isinstance(layer, FullAttentionLayer)
+                else layer
+                for layer in self.layers
+            )
+        )
+
     @property
     def rings(self) -> frozenset[RingRule]:
         """The rules of all rings; empty where no layer has a window."""
@@ -104,6 +122,26 @@ class StateLayout:
             slots[index] = layer.clear(slots[index], begin, end)
         mx.eval(slots)
 
+    def convert(self, slots: list[mx.array], quantized: StateLayout) -> list[mx.array]:
+        """The slots in the form that `quantized`, which came of this layout, gives them."""
+        converted: list[mx.array] = []
+        arrays = iter(slots)
+        for layer, form in zip(self._slot_layers, quantized._slot_layers, strict=True):
+            parts = [next(arrays) for _ in layer.shapes]
+            if isinstance(form, QuantizedAttentionLayer):
+                parts = form.quantization.of(parts)
+                mx.eval(parts)
+            converted += parts
+        return converted
+
+    def ring_slots(self, slots: list[mx.array]) -> dict[int, mx.array]:
+        """Those of the slots that belong to rings, by their index."""
+        return {
+            index: slots[index]
+            for index, layer in enumerate(self._layer_of_each_array)
+            if isinstance(layer, RingLayer)
+        }
+
     def bind(self, slots: list[mx.array], recurrent: list[mx.array], frame: TileFrame) -> list[Any]:
         """Caches for mlx-lm's model over these arrays."""
         slot_arrays, recurrent_arrays = iter(slots), iter(recurrent)
@@ -113,7 +151,7 @@ class StateLayout:
                 return [cache(part) for part in layer]
             if isinstance(layer, RecurrentLayer):
                 return layer.bind([next(recurrent_arrays) for _ in layer.shapes], frame)
-            return layer.bind([next(slot_arrays), next(slot_arrays)], frame)
+            return layer.bind([next(slot_arrays) for _ in layer.shapes], frame)
 
         return [cache(layer) for layer in self.layers]
 
@@ -131,7 +169,7 @@ class StateLayout:
 
     @property
     def _layer_of_each_array(self) -> list[SlotLayer]:
-        return [layer for layer in self._slot_layers for _ in ("keys", "values")]
+        return [layer for layer in self._slot_layers for _ in layer.shapes]
 
 
 def _leaves(items: Sequence[Any]) -> Iterator[Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -17,37 +19,66 @@ class Checkpoint(NamedTuple):
 
 
 class ModelState:
-    """Slots, recurrent checkpoints, and two marks that say what a rewind may still use.
+    """Slots, recurrent checkpoints, and the marks that say what a rewind may still use.
 
     Args:
         layout: The model's layers.
         capacity: Tokens to make room for at first.
+        quantized: What the layout becomes by `quantize`, or None.
+
+    Attributes:
+        layout: The layers as they are now, quantised or not.
+        capacity: Tokens there is room for.
+        slots: The slot layers' arrays.
+        checkpoints: Recurrent states by ascending position; never empty.
+        pinned: Position of a checkpoint that is kept: that of the prompt's end.
+        high_water: One past the highest position written into the rings since the last start at
+            0, padding and rejected rows included.
+        non_finite_until: One past the last slot that a row that was not a number has written.
     """
 
-    def __init__(self, layout: StateLayout, capacity: int):
-        self.layout = layout
+    def __init__(self, layout: StateLayout, capacity: int, quantized: StateLayout | None = None):
+        self._unquantized = layout
+        self._quantized = quantized
+        self._undoable = False
+        self._before_conversion: list[mx.array] = []
         self.capacity = capacity
         self.empty()
 
     def empty(self) -> None:
         """Begin a sequence: zero slots, and the state before the first token."""
+        self.layout = self._unquantized
         # The old arrays go first, so that the peak is one state and not two.
         self.slots: list[mx.array] = []
         self.slots = self.layout.zero_slots(self.capacity)
-        self.checkpoints = [Checkpoint(0, self.layout.zero_recurrent())]
+        self.checkpoints = [self._first_checkpoint()]
         self.pinned = 0
         self.high_water = 0
         self.non_finite_until = 0
-        mx.eval(self.slots, self.checkpoints[0].arrays)
+        mx.eval(self.slots)
 
     @property
     def position(self) -> int:
         """How many tokens the newest recurrent checkpoint covers."""
         return self.checkpoints[-1].position
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether keys and values have been converted."""
+        return self.layout is not self._unquantized
+
+    def quantize(self) -> None:
+        """Convert keys and values to their quantised form, if there is one; once is enough."""
+        if self._quantized is None or self.is_quantized:
+            return
+        if self._undoable:
+            self._before_conversion = self.slots
+        self.slots = self.layout.convert(self.slots, self._quantized)
+        self.layout = self._quantized
+
     def nearest_checkpoint(self, to: int) -> int:
-        """Position of the newest checkpoint at or before `to`."""
-        return max(c.position for c in self.checkpoints if c.position <= to)
+        """Position of the newest checkpoint at or before `to`; 0 needs none, its state is zero."""
+        return max((c.position for c in self.checkpoints if c.position <= to), default=0)
 
     def rings_allow(self, start: int) -> bool:
         """Whether every ring holds what a tile that starts here sees."""
@@ -72,19 +103,61 @@ class ModelState:
             self.layout.clear(self.slots, cursor, self.non_finite_until)
         self.non_finite_until = 0
 
+    def mark_write(self, start: int, end: int) -> None:
+        """Slots of positions start..end-1 have been written; a start at 0 begins anew."""
+        self.high_water = end if start == 0 else max(self.high_water, end)
+
     def adopt(self, position: int, recurrent: list[mx.array]) -> None:
-        """Keep a state that covers `position` tokens; until `settle` it can be revoked."""
+        """Keep a state that covers `position` tokens; until it is settled it can be revoked."""
         self.checkpoints.append(Checkpoint(position, recurrent))
 
-    def settle(self) -> None:
-        """Earlier blocks are emitted: keep the newest checkpoint and that of the prompt's end."""
+    def settle(self, emitted: int) -> None:
+        """Nobody goes back before `emitted` tokens, except to the prompt's end.
+
+        Of the checkpoints up to there the newest is kept and the pinned one.
+        """
+        newest = self.nearest_checkpoint(emitted)
         self.checkpoints = [
-            checkpoint
-            for checkpoint in self.checkpoints
-            if checkpoint.position in (self.pinned, self.position)
+            c for c in self.checkpoints if c.position >= newest or c.position == self.pinned
         ]
 
     def rewind(self, to: int) -> None:
         """Revoke the checkpoints past `to`."""
-        self.checkpoints = [c for c in self.checkpoints if c.position <= to]
+        kept = [c for c in self.checkpoints if c.position <= to]
+        self.checkpoints = kept or [self._first_checkpoint()]
         self.pinned = min(self.pinned, self.position)
+
+    @contextmanager
+    def undone_on_failure(self, cursor: int) -> Iterator[None]:
+        """Take back what a failing prefill did to a state that covers `cursor` tokens.
+
+        Decode tiles need nothing of the kind: rings are deep enough for any block. A prefill tile
+        overwrites them, so the old rings are held meanwhile, and MLX copies them once.
+        """
+        if cursor == 0:
+            try:
+                yield
+            except BaseException:
+                self.empty()
+                raise
+            return
+        layout, rings = self.layout, self.layout.ring_slots(self.slots)
+        checkpoints, pinned, high_water = list(self.checkpoints), self.pinned, self.high_water
+        self._undoable = True
+        try:
+            yield
+        except BaseException:
+            if self.layout is not layout:
+                self.layout, self.slots = layout, self._before_conversion
+            for index, array in rings.items():
+                self.slots[index] = array
+            self.checkpoints, self.pinned, self.high_water = checkpoints, pinned, high_water
+            self.layout.grow(self.slots, self.capacity)
+            raise
+        finally:
+            self._undoable, self._before_conversion = False, []
+
+    def _first_checkpoint(self) -> Checkpoint:
+        arrays = self.layout.zero_recurrent()
+        mx.eval(arrays)
+        return Checkpoint(0, arrays)

@@ -12,7 +12,8 @@ from typing import Any
 import mlx.core as mx
 
 from mlxspec.engine.state.frame import TileFrame
-from mlxspec.engine.state.full import SlotShape, require_rows
+from mlxspec.engine.state.full import require_rows
+from mlxspec.engine.state.slots import SlotLayer, SlotShape
 
 
 @dataclass(frozen=True)
@@ -50,34 +51,30 @@ class RingRule:
 
 
 @dataclass(frozen=True)
-class RingLayer:
-    """One layer that sees only the last `window` positions."""
+class RingLayer(SlotLayer):
+    """One layer that sees only the last `window` positions; its arrays are keys and values."""
 
-    keys: SlotShape
-    values: SlotShape
     rule: RingRule
 
     @staticmethod
     def of(cache: Any, widest_tile: int) -> RingLayer:
         """Read off a `RotatingKVCache` of mlx-lm that has seen a token."""
         rule = RingRule.for_decoding(cache.max_size, widest_tile)
-        return RingLayer(SlotShape.of(cache.keys), SlotShape.of(cache.values), rule)
+        return RingLayer((SlotShape.of(cache.keys), SlotShape.of(cache.values)), rule)
 
     def zeros(self, capacity: int) -> list[mx.array]:
         """Keys and values of an empty state; a short context never fills the ring."""
-        slots = min(capacity, self.rule.depth)
-        return [self.keys.zeros(slots), self.values.zeros(slots)]
+        return super().zeros(min(capacity, self.rule.depth))
 
     def grow(self, array: mx.array, capacity: int) -> mx.array:
         """The array with room for `capacity` tokens or the whole ring.
 
         Below its full depth no position has gone round yet, so every slot keeps its place.
         """
-        more = min(capacity, self.rule.depth) - array.shape[2]
-        return mx.pad(array, [(0, 0), (0, 0), (0, more), (0, 0)]) if more > 0 else array
+        return super().grow(array, min(capacity, self.rule.depth))
 
     def clear(self, array: mx.array, begin: int, end: int) -> mx.array:
-        """The array with the slots of positions begin..end-1 zeroed."""
+        """The array with the slots of positions begin..end-1 zeroed; at most the whole ring."""
         slots = _slots(mx.arange(begin, end, dtype=mx.int32), self.rule.depth)
         zeros = mx.zeros((*array.shape[:2], end - begin, array.shape[3]), array.dtype)
         return mx.put_along_axis(array, slots, zeros, axis=2)
@@ -136,7 +133,13 @@ class RingCache:
     ) -> mx.array:
         """bool [width, keys], whatever form mlx-lm would have chosen for these arguments."""
         require_rows(self._frame, N)
-        window = min(window_size or self._rule.window, self._rule.window)
+        window = window_size or self._rule.window
+        if window > self._rule.window:
+            # mlx-lm's own cache shows such a model more keys the wider the forward is.
+            raise ValueError(
+                f"a model asked for a mask of {window} positions over a cache of "
+                f"{self._rule.window}"
+            )
         if self._frame.prefill:
             return self._frame.joined_mask(window, self._earlier)
         return self._frame.ring_mask(window, self._rule.depth, self._decode_slots)

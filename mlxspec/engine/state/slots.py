@@ -1,0 +1,50 @@
+"""Layers whose arrays have a slot for every position, slot = position."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+
+@dataclass(frozen=True)
+class SlotShape:
+    """Shape and dtype of an array of slots, [1, heads, slots, size], but for their number."""
+
+    heads: int
+    size: int
+    dtype: mx.Dtype
+
+    @staticmethod
+    def of(array: mx.array) -> SlotShape:
+        """Read off an array [1, heads, any, size]."""
+        return SlotShape(array.shape[1], array.shape[3], array.dtype)
+
+    def zeros(self, slots: int) -> mx.array:
+        """Fresh slots. They are zero, since what is masked must be finite."""
+        return mx.zeros((1, self.heads, slots, self.size), self.dtype)
+
+
+@dataclass(frozen=True)
+class SlotLayer:
+    """One layer whose state is arrays of slots, written in place.
+
+    Attributes:
+        shapes: Of every array.
+    """
+
+    shapes: tuple[SlotShape, ...]
+
+    def zeros(self, capacity: int) -> list[mx.array]:
+        """The arrays of an empty state with room for `capacity` tokens."""
+        return [shape.zeros(capacity) for shape in self.shapes]
+
+    def grow(self, array: mx.array, capacity: int) -> mx.array:
+        """The array with room for `capacity` tokens; the slots it has keep their places."""
+        more = capacity - array.shape[2]
+        return mx.pad(array, [(0, 0), (0, 0), (0, more), (0, 0)]) if more > 0 else array
+
+    def clear(self, array: mx.array, begin: int, end: int) -> mx.array:
+        """The array with the slots of positions begin..end-1 zeroed."""
+        zeros = mx.zeros((*array.shape[:2], end - begin, array.shape[3]), array.dtype)
+        return mx.slice_update(array, zeros, mx.array([begin]), axes=(2,))

@@ -22,6 +22,7 @@ from mlxspec.engine.support import (
     default_context_length,
     default_placement,
     require_static,
+    starts_without_state,
     why_not_quantized,
 )
 from mlxspec.engine.tiles import TileKey, Tiles
@@ -103,26 +104,28 @@ class StaticShapeEngine:
             max_context_length, model, self.verify_tile_width
         )
         layout, self._vocab_size = _warm_up(model, self.verify_tile_width, quantization)
-        first = self._widths[0] if layout.is_recurrent else 1
-        self._limits = TileLimits(
-            self._spans,
-            None if quantization is None else _checked_quantized_start(quantized_kv_start, first),
-        )
+        quantized_from = None
+        if quantization is not None:
+            first_tile = self._widths[0] if layout.is_recurrent else 1
+            quantized_from = _checked_quantized_start(quantized_kv_start, first_tile)
+        self._limits = TileLimits(self._spans, quantized_from)
         self._place = tile_placement(placement, self._widths, self._limits, layout.is_recurrent)
         self._prefill_widths = self._place.prefill_widths(prefill_widths)
         self._model = model
         self._weights = _weights(model)
-        layouts = [layout] if quantization is None else [layout, layout.quantized(quantization)]
-        self._tiles = {layout: Tiles(model, layout) for layout in layouts}
+        quantized = layout if quantization is None else layout.quantized(quantization)
+        first = layout.before_first_token() if starts_without_state(model) else layout
+        self._tiles = {form: Tiles(model, form) for form in (layout, quantized, first)}
         self._exclusive = Exclusive()
         self._history: list[int] = []
         self._cursor = 0
         self._forward_count = 0
         self._prefill_forward_count = 0
         self._state = ModelState(
-            layouts[0],
+            layout,
+            quantized,
+            first,
             self._capacity_for(max(1, min(initial_capacity, self._context_length))),
-            layouts[-1],
         )
 
     @property
@@ -437,7 +440,7 @@ class StaticShapeEngine:
         tokens = self._history[start : start + rows]
         # A committed or just proposed token: padding meets no embedding that the rows do not.
         tokens += tokens[-1:] * (width - rows)
-        tile = self._tiles[state.layout].get(TileKey(width, span, state.capacity, capture))
+        tile = self._tiles[state.tile_layout].get(TileKey(width, span, state.capacity, capture))
         slots = state.slots
         try:
             # The old arrays must have no owner left when the tile is evaluated, or MLX copies them.

@@ -31,14 +31,22 @@ STATIC_FAMILIES: frozenset[str] = frozenset({
     "nanbeige", "nanochat", "nemotron", "nemotron-nas", "nemotron_h", "olmo2", "olmo3",
     "olmo_hybrid", "olmoe", "openelm", "phi", "phi3", "phimoe", "phixtral", "pixtral", "plamo",
     "plamo2", "prism_hadamard_qwen35", "qwen", "qwen2", "qwen2_moe", "qwen2_vl", "qwen3", "qwen3_5",
-    "qwen3_5_moe", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "rwkv7", "seed_oss",
-    "smollm3", "spark2_5", "stablelm", "starcoder2", "step3p5", "talkie", "telechat3", "youtu_llm",
+    "qwen3_5_moe", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "recurrent_gemma",
+    "rwkv7", "seed_oss", "smollm3", "spark2_5", "stablelm", "starcoder2", "step3p5", "talkie",
+    "telechat3", "youtu_llm",
 })
-# fmt: on
 
 # Recurrent families whose rows are bitwise equal in every width (measured by the test suite on
 # MLX's CPU backend). The others are placed at multiples of one width, where that does not matter.
-_ANCHORED_FAMILIES = frozenset({"lfm2", "lfm2_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"})
+_ANCHORED_FAMILIES = frozenset({
+    "baichuan_m1", "bailing_moe_linear", "gear", "jamba", "lfm2", "lfm2-vl", "lfm2_moe",
+    "olmo_hybrid", "prism_hadamard_qwen35", "qwen3_5", "qwen3_5_moe", "qwen3_next",
+    "recurrent_gemma", "rwkv7",
+})
+# fmt: on
+
+# Families that treat the first token apart, which they tell by a missing recurrent state.
+_WITHOUT_FIRST_STATE = frozenset({"recurrent_gemma"})
 
 _COMPRESSED_KEYS = (
     "it computes attention in one way for one row and in another, which expands all compressed "
@@ -65,12 +73,12 @@ _REFUSED_FAMILIES = {
     "longcat_flash": _COMPRESSED_KEYS,
     "longcat_flash_ngram": _COMPRESSED_KEYS,
     "mamba": "it looks for mlx-lm's own class of recurrent state and finds another",
+    "minimax_m3_vl": "its sparse attention takes positions from the length of the keys",
     "mistral4": _COMPRESSED_KEYS,
     "muse_spark": "it is made of kernels that exist for Metal alone",
     "olmo": "mlx-lm itself cannot generate with it: it adds its mask as a number",
     "phi3small": "its block-sparse attention takes positions from the length of the keys",
     "plamo3": "its sliding window is one key longer over a prompt than while decoding",
-    "recurrent_gemma": "its recurrence treats the first token apart, which it tells by a missing state",
 }
 
 # Position tables, not rotations: a padding row past the table would read foreign memory.
@@ -139,6 +147,11 @@ def default_placement(model: nn.Module) -> Placement:
     if not any("recurrent" in layer_kind(cache) for cache in make_prompt_cache(model)):
         return "free"
     return "anchored" if _ANCHORED_FAMILIES.issuperset(_families_inside(model)) else "aligned"
+
+
+def starts_without_state(model: nn.Module) -> bool:
+    """Whether its recurrent layers must be given no state before the first token, not zeros."""
+    return not _WITHOUT_FIRST_STATE.isdisjoint(_families_inside(model))
 
 
 def why_not_quantized(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -70,6 +70,16 @@ class StateLayout:
             return FullAttentionLayer.of(cache)
 
         return StateLayout(tuple(layer(cache) for cache in caches))
+
+    def before_first_token(self) -> StateLayout:
+        """The layout of a tile at 0 whose recurrent layers are given no state."""
+
+        def without(layer: Layer) -> Layer:
+            if isinstance(layer, tuple):
+                return tuple(without(part) for part in layer)
+            return replace(layer, given=False) if isinstance(layer, RecurrentLayer) else layer
+
+        return StateLayout(tuple(without(layer) for layer in self.layers))
 
     def quantized(self, quantization: KVQuantization) -> StateLayout:
         """The layout after the conversion.
@@ -150,7 +160,8 @@ class StateLayout:
             if isinstance(layer, tuple):
                 return [cache(part) for part in layer]
             if isinstance(layer, RecurrentLayer):
-                return layer.bind([next(recurrent_arrays) for _ in layer.shapes], frame)
+                arrays = [next(recurrent_arrays) for _ in range(layer.input_count)]
+                return layer.bind(arrays, frame)
             return layer.bind([next(slot_arrays) for _ in layer.shapes], frame)
 
         return [cache(layer) for layer in self.layers]

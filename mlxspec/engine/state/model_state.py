@@ -24,7 +24,8 @@ class ModelState:
     Args:
         layout: The model's layers.
         capacity: Tokens to make room for at first.
-        quantized: What the layout becomes by `quantize`, or None.
+        quantized: What the layout becomes by `quantize`; the same for never.
+        first: The layout of a tile at 0.
 
     Attributes:
         layout: The layers as they are now, quantised or not.
@@ -37,9 +38,12 @@ class ModelState:
         non_finite_until: One past the last slot that a row that was not a number has written.
     """
 
-    def __init__(self, layout: StateLayout, capacity: int, quantized: StateLayout | None = None):
+    def __init__(
+        self, layout: StateLayout, quantized: StateLayout, first: StateLayout, capacity: int
+    ):
         self._unquantized = layout
         self._quantized = quantized
+        self._first = first
         self._undoable = False
         self._before_conversion: list[mx.array] = []
         self.capacity = capacity
@@ -63,13 +67,18 @@ class ModelState:
         return self.checkpoints[-1].position
 
     @property
+    def tile_layout(self) -> StateLayout:
+        """What the next tile is given, in slots and in the newest recurrent state."""
+        return self._first if self.position == 0 and not self.is_quantized else self.layout
+
+    @property
     def is_quantized(self) -> bool:
         """Whether keys and values have been converted."""
         return self.layout is not self._unquantized
 
     def quantize(self) -> None:
         """Convert keys and values to their quantised form, if there is one; once is enough."""
-        if self._quantized is None or self.is_quantized:
+        if self.layout is self._quantized:
             return
         if self._undoable:
             self._before_conversion = self.slots
@@ -158,6 +167,6 @@ class ModelState:
             self._undoable, self._before_conversion = False, []
 
     def _first_checkpoint(self) -> Checkpoint:
-        arrays = self.layout.zero_recurrent()
+        arrays = self._first.zero_recurrent()
         mx.eval(arrays)
         return Checkpoint(0, arrays)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,17 @@ class RecurrentLayer:
 
     Attributes:
         shapes: Shape and dtype of every array of the state.
+        given: Whether a tile is given the state. Before the first token it may be missing, as in
+            mlx-lm, for models that tell the first token by that.
     """
 
     shapes: tuple[tuple[tuple[int, ...], mx.Dtype], ...]
+    given: bool = True
+
+    @property
+    def input_count(self) -> int:
+        """How many arrays a tile is given."""
+        return len(self.shapes) if self.given else 0
 
     @staticmethod
     def of(cache: Any) -> RecurrentLayer:
@@ -29,11 +37,11 @@ class RecurrentLayer:
 
     def zeros(self) -> list[mx.array]:
         """The state before the first token."""
-        return [mx.zeros(shape, dtype) for shape, dtype in self.shapes]
+        return [mx.zeros(shape, dtype) for shape, dtype in self.shapes[: self.input_count]]
 
     def bind(self, arrays: list[mx.array], frame: TileFrame) -> RecurrentCache:
         """A cache for mlx-lm's model over these arrays."""
-        return RecurrentCache(arrays, frame)
+        return RecurrentCache(arrays if self.given else [None] * len(self.shapes), frame)
 
 
 class RecurrentCache:
@@ -48,8 +56,8 @@ class RecurrentCache:
     lengths = None
     left_padding = None
 
-    def __init__(self, arrays: list[mx.array], frame: TileFrame):
-        self.cache = list(arrays)
+    def __init__(self, arrays: Sequence[mx.array | None], frame: TileFrame):
+        self.cache: list[Any] = list(arrays)
         self._frame = frame
 
     @property

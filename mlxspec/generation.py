@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Collection, Generator, Mapping, Sequence
@@ -14,7 +15,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.generate import GenerationResponse as MlxLmResponse
 from mlx_lm.generate import wired_limit
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 
 from mlxspec.assembly import make_decoder
 from mlxspec.decoding import Emission, SpeculationStats
@@ -164,6 +165,17 @@ def report(response: GenerationResponse) -> str:
     return "\n".join(lines)
 
 
+def _flushed(detokenizer: StreamingDetokenizer) -> str:
+    """What a detokenizer would give out if no token followed.
+
+    It holds back spaces and unfinished characters, while a stop string ends a text at the token
+    that completes it and not one later.
+    """
+    peek = copy.copy(detokenizer)
+    peek.finalize()
+    return peek.last_segment
+
+
 def _begin(
     model: nn.Module,
     prompt: Sequence[int] | mx.array | np.ndarray,
@@ -202,11 +214,11 @@ def _responses(
             reason = emission.finish_reason
             if reason != "stop":
                 detokenizer.add_token(emission.token)
+            if stops.strings and stops.completed_by(_flushed(detokenizer)):
+                reason = "stop"
             if reason is not None:
                 detokenizer.finalize()
             text = stops.feed(detokenizer.last_segment, last=reason is not None)
-            if stops.found is not None:
-                reason = "stop"
             assert emission.logprobs is not None
             yield GenerationResponse(
                 text=text,

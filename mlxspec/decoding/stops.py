@@ -21,9 +21,13 @@ class StopStrings:
         for string in strings:
             if not isinstance(string, str) or not string:
                 raise ValueError(f"stop_strings: expected strings that are not empty: {string!r}")
-        self._strings = tuple(strings)
+        self.strings = tuple(strings)
         self._held = ""
         self.found: str | None = None
+
+    def completed_by(self, text: str) -> bool:
+        """Whether this next piece of text would complete a stop string."""
+        return any(string in self._held + text for string in self.strings)
 
     def feed(self, text: str, last: bool = False) -> str:
         """Take the next piece of text and return what is certain.
@@ -38,7 +42,7 @@ class StopStrings:
         if self.found is not None:
             return ""
         text = self._held + text
-        found = [(text.find(string), string) for string in self._strings if string in text]
+        found = [(text.find(string), string) for string in self.strings if string in text]
         if found:
             end, self.found = min(found, key=lambda place: place[0])
             self._held = ""
@@ -49,8 +53,8 @@ class StopStrings:
 
     def _possible_beginning(self, text: str) -> int:
         """Length of the longest end of the text that some stop string begins with."""
-        longest = max((len(string) - 1 for string in self._strings), default=0)
+        longest = max((len(string) - 1 for string in self.strings), default=0)
         for length in range(min(longest, len(text)), 0, -1):
-            if any(string.startswith(text[-length:]) for string in self._strings):
+            if any(string.startswith(text[-length:]) for string in self.strings):
                 return length
         return 0

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlxspec.engine.heads import raw_head
 from mlxspec.engine.protocol import Capture
 from mlxspec.engine.state import StateLayout, TileFrame
 from mlxspec.scan import LogitRowScan
@@ -46,6 +47,7 @@ class Tiles:
 
     def __init__(self, model: nn.Module, layout: StateLayout):
         self._model = model
+        self._raw = raw_head(model)
         self._layout = layout
         self._tiles: dict[TileKey, TileFunction] = {}
         self._traced = _TracedInThisThread()
@@ -82,7 +84,10 @@ class Tiles:
         self._tiles = {key: tile for key, tile in self._tiles.items() if key.capacity == capacity}
 
     def _forward(self, key: TileKey) -> TileFunction:
-        model, layout = self._model, self._layout
+        layout = self._layout
+        # Whoever takes logits away takes the model's own; the scan can cap as it reads.
+        taken = key.capture is not None and (key.capture.logits or key.capture.scores is not None)
+        model, cap = (self._model, None) if taken else self._raw
 
         def forward(
             tokens: mx.array,
@@ -98,7 +103,7 @@ class Tiles:
             state = layout.collect(caches)
             if key.capture is None:
                 return [], *state
-            rows = LogitRowScan(top_k=key.capture.top_k)(logits)
+            rows = LogitRowScan(cap=cap, top_k=key.capture.top_k)(logits)
             choice = rows.argmax
             if key.capture.scores is not None:
                 choice = LogitRowScan()(

@@ -11,7 +11,7 @@ struct RandomPair {
 
 inline uint rotate_left(uint x, uint by) { return (x << by) | (x >> (32 - by)); }
 
-inline void mix(thread RandomPair& v, uint by) {
+inline void threefry_round(thread RandomPair& v, uint by) {
   v.low += v.high;
   v.high = rotate_left(v.high, by) ^ v.low;
 }
@@ -23,10 +23,10 @@ inline RandomPair threefry(uint key0, uint key1, uint count0, uint count1) {
   v.high = count1 + key1;
   for (uint group = 0; group < 5; group++) {
     const bool even = group % 2 == 0;
-    mix(v, even ? 13 : 17);
-    mix(v, even ? 15 : 29);
-    mix(v, even ? 26 : 16);
-    mix(v, even ? 6 : 24);
+    threefry_round(v, even ? 13 : 17);
+    threefry_round(v, even ? 15 : 29);
+    threefry_round(v, even ? 26 : 16);
+    threefry_round(v, even ? 6 : 24);
     v.low += keys[(group + 1) % 3];
     v.high += keys[(group + 2) % 3] + group + 1;
   }

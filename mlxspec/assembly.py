@@ -30,14 +30,18 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "draft_model": (None, "draft models are not run so far; prompt_lookup=True drafts without one"),
     "prompt_cache": (None, "the state lives in an engine; pass one as engine="),
     "max_kv_size": (None, "a cache that forgets its oldest keys could not be rewound"),
-    "kv_bits": (None, "the key-value state is not quantised so far"),
     "input_embeddings": (None, "an engine's history is made of token ids"),
     "stream": (None, "the calling thread's default stream is used"),
 }
-# Keyword arguments that do nothing where they are given alone, and the values that ask for nothing.
-_IDLE_ALONE: dict[str, tuple[Any, ...]] = {
-    "kv_group_size": (64,),
-    "quantized_kv_start": (0, 5000),
+# Options of the static engine that the dynamic one lacks.
+_STATIC_ONLY = {
+    "tile_widths": "it has no tiles",
+    "kv_bits": "it keeps keys and values whole",
+}
+# Values that ask for nothing: mlx-lm's defaults, in its functions and on its command line.
+_QUANTISES_NOTHING: dict[str, tuple[int | None, ...]] = {
+    "kv_group_size": (None, 64),
+    "quantized_kv_start": (None, 0, 5000),
 }
 _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
     field.name: (field.default, None) for field in fields(Sampling)
@@ -59,6 +63,9 @@ def make_decoder(
     max_context_length: int | None = None,
     tile_widths: Sequence[int] | None = None,
     prefill_step_size: int | None = None,
+    kv_bits: int | None = None,
+    kv_group_size: int | None = None,
+    quantized_kv_start: int | None = None,
     stats: SpeculationStats | None = None,
     **options: Any,
 ) -> SpeculativeDecoder:
@@ -83,6 +90,10 @@ def make_decoder(
         max_context_length: Most tokens of prompt and output; None is what the config declares.
         tile_widths: Widths of the static engine's decode tiles; None is what the layers take.
         prefill_step_size: Most prompt tokens per forward; None is 2048.
+        kv_bits: Bits of a quantised number of keys and values, static engine; None keeps them
+            whole.
+        kv_group_size: Numbers that share a scale; None is 64.
+        quantized_kv_start: Position from which on keys are seen quantised; None is 5000.
         stats: Counters to add to.
         **options: The attributes of `Sampling` (`temp`, `top_p`, `min_p`, `top_k`, ...), and
             mlx-lm's other keyword arguments, which are refused by name where they ask for
@@ -108,24 +119,31 @@ def make_decoder(
         "tile_widths": tile_widths,
         "prefill_step_size": prefill_step_size,
     }
+    quantisation = {"kv_group_size": kv_group_size, "quantized_kv_start": quantized_kv_start}
+    if kv_bits is not None:
+        engine_options |= {"kv_bits": kv_bits, **quantisation}
+    else:
+        idle += [
+            f"{name} (without kv_bits)"
+            for name, value in quantisation.items()
+            if value not in _QUANTISES_NOTHING[name]
+        ]
     if not isinstance(engine, str):
         if asked := [name for name, value in engine_options.items() if value is not None]:
             raise ValueError(
                 f"{', '.join(asked)}: set when the engine is made, not when it is used"
             )
-    elif engine == "dynamic" and tile_widths is not None:
-        raise ValueError("tile_widths: the dynamic engine has no tiles")
+    elif engine == "dynamic":
+        for name, reason in _STATIC_ONLY.items():
+            if engine_options.get(name) is not None:
+                raise ValueError(f"{name} cannot be honoured by the dynamic engine: {reason}")
     if seed is not None and sampling.greedy:
         idle.append("seed (decoding is greedy)")
     if idle:
         warnings.warn(f"without effect: {', '.join(idle)}", UserWarning, stacklevel=4)
     if isinstance(engine, str):
         engine = engine_for(model, engine, **engine_options)
-    if sampling.top_k >= engine.vocab_size:
-        raise ValueError(
-            f"top_k: expected less than the {engine.vocab_size} tokens of the vocabulary, got "
-            f"{sampling.top_k}; 0 keeps all"
-        )
+    _refuse_counts(sampling, engine.vocab_size)
     decoder = SpeculativeDecoder(
         engine, drafter, decoding_options, acceptance=rule, seed=drawn, stats=stats
     )
@@ -149,9 +167,6 @@ def _sampling(options: Mapping[str, Any]) -> tuple[Sampling, list[str]]:
             neutral, reason = _REFUSED[name]
             if value is not neutral:
                 raise ValueError(f"{name}={value!r} cannot be honoured: {reason}")
-        elif name in _IDLE_ALONE:
-            if value is not None and value not in _IDLE_ALONE[name]:
-                idle.append(f"{name} (without kv_bits)")
         else:
             raise TypeError(f"unexpected keyword argument {name!r}")
     asked = {
@@ -163,6 +178,20 @@ def _sampling(options: Mapping[str, Any]) -> tuple[Sampling, list[str]]:
     if sampling.greedy:
         idle += [f"{name} (decoding is greedy)" for name in asked]
     return sampling, idle
+
+
+def _refuse_counts(sampling: Sampling, vocab_size: int) -> None:
+    """Refuse filters that count more tokens than there are: mlx-lm's would fail in a forward."""
+    if sampling.top_k >= vocab_size:
+        raise ValueError(
+            f"top_k: expected less than the {vocab_size} tokens of the vocabulary, got "
+            f"{sampling.top_k}; 0 keeps all"
+        )
+    if sampling.min_tokens_to_keep > vocab_size:
+        raise ValueError(
+            f"min_tokens_to_keep: expected at most the {vocab_size} tokens of the vocabulary, got "
+            f"{sampling.min_tokens_to_keep}"
+        )
 
 
 def _acceptance(

@@ -7,13 +7,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from mlxspec.cli.exits import UsageError
-from mlxspec.cli.options import Parser, flag, ngram_range
+from mlxspec.cli.options import PENALTIES, Parser, flag, ngram_range
 
 # Options of mlx-lm whose feature is not there: the reason, and what to do.
 _NOT_THERE = {
-    "temp": "there is no sampling yet, decoding is greedy; leave it out, or give 0",
     "draft_model": "draft models are not run yet; --prompt-lookup drafts without one",
-    "kv_bits": "the key-value state is not quantized yet; leave it out",
     "max_kv_size": "a state that forgets its oldest keys cannot be rewound; leave it out, or "
     "bound the memory with --max-context-length",
     "prompt_cache_file": "saved prompt caches are not read yet; give the whole text as --prompt",
@@ -27,12 +25,14 @@ _NEEDS_ONE_OF = {
     "num_draft_tokens": _DRAFTERS,
     "no_align_proposals": _DRAFTERS,
     "show_drafts": _DRAFTERS,
+    "acceptance": _DRAFTERS,
 }
 # Options that one of the engines cannot honour.
 _REFUSED_BY_ENGINE = {
     "dynamic": {
         "prompt_lookup": "the dynamic engine decodes plainly, without speculation",
         "tile_widths": "the dynamic engine has no tiles",
+        "kv_bits": "the dynamic engine keeps keys and values whole",
     },
     "static": {
         "quantize_activations": "the static engine is not known to be exact with it",
@@ -54,6 +54,10 @@ class _WithoutEffect:
     holds: Callable[[Namespace], bool]
 
 
+def _is_off(name: str) -> Callable[[Namespace], bool]:
+    return lambda args: not getattr(args, name)
+
+
 _WITHOUT_EFFECT = (
     _WithoutEffect(
         "decoding is greedy",
@@ -69,7 +73,23 @@ _WITHOUT_EFFECT = (
         lambda args: args.temp == 0,
     ),
     _WithoutEffect(
-        "without --kv-bits", ("kv_group_size", "quantized_kv_start"), lambda args: not args.kv_bits
+        "without --min-p", ("min_tokens_to_keep",), lambda args: args.temp > 0 and not args.min_p
+    ),
+    _WithoutEffect(
+        "without --xtc-probability",
+        ("xtc_threshold",),
+        lambda args: args.temp > 0 and not args.xtc_probability,
+    ),
+    *(
+        _WithoutEffect(
+            f"without --{name}-penalty",
+            (f"{name}_context_size",),
+            _is_off(f"{name}_penalty"),
+        )
+        for name in PENALTIES
+    ),
+    _WithoutEffect(
+        "without --kv-bits", ("kv_group_size", "quantized_kv_start"), _is_off("kv_bits")
     ),
     _WithoutEffect(
         "with --ignore-chat-template", TEMPLATE_OPTIONS, lambda args: args.ignore_chat_template
@@ -99,6 +119,7 @@ def refuse_combinations(parser: Parser, args: Namespace) -> None:
         if parser.given(args, name):
             other = _OTHER_ENGINE[args.engine]
             raise UsageError(f"{flag(name)}: {reason}; leave it out, or give --engine {other}")
+    _refuse_rejection(parser, args)
     _refuse_ngram_range(args)
     _refuse_template_variables(args.chat_template_config or {})
 
@@ -116,6 +137,20 @@ def idle(parser: Parser, args: Namespace, options: Iterable[str], reason: str) -
     """Those of the options that are given, with the reason why they do nothing; else nothing."""
     given = [flag(name) for name in options if parser.given(args, name)]
     return f"{', '.join(given)} ({reason})" if given else ""
+
+
+def _refuse_rejection(parser: Parser, args: Namespace) -> None:
+    """Refuse the classic test where there is nothing to draw, or no distribution to compare."""
+    if args.acceptance != "rejection":
+        return
+    if args.temp == 0:
+        raise UsageError("--acceptance rejection needs --temp above 0: give both, or neither")
+    for name in (*(f"{name}_penalty" for name in PENALTIES), "logit_bias"):
+        if parser.given(args, name):
+            raise UsageError(
+                f"{flag(name)}: --acceptance rejection compares distributions before penalties; "
+                "leave one of the two out"
+            )
 
 
 def _refuse_ngram_range(args: Namespace) -> None:

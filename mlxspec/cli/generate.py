@@ -14,6 +14,7 @@ from mlxspec.cli.exits import run_command, warn
 from mlxspec.cli.loading import Loaded, load_for
 from mlxspec.cli.output import DraftStyle, draft_style, prefill_progress, print_text
 from mlxspec.cli.prompts import prompt_ids, prompt_text, refuse_length
+from mlxspec.cli.sampling import sampling_arguments
 
 _NAME = "mlxspec generate"
 
@@ -44,6 +45,7 @@ def setup_arg_parser() -> options.Parser:
     options.add_speculation_options(parser)
     options.add_engine_options(parser)
     options.add_sampling_options(parser)
+    options.add_penalty_options(parser)
     return parser
 
 
@@ -75,6 +77,7 @@ def _generate(loaded: Loaded, ids: list[int], args: Namespace, style: DraftStyle
         loaded.tokenizer,
         ids,
         max_tokens=args.max_tokens,
+        stop_strings=args.stop,
         drafter=options.lookup_drafter(args),
         num_draft_tokens=args.num_draft_tokens,
         align_proposals=not args.no_align_proposals,
@@ -82,9 +85,17 @@ def _generate(loaded: Loaded, ids: list[int], args: Namespace, style: DraftStyle
         max_context_length=loaded.context_length,
         tile_widths=args.tile_widths,
         prefill_step_size=args.prefill_step_size,
+        **_quantization(args),
+        **sampling_arguments(args, loaded.tokenizer),
         prompt_progress_callback=prefill_progress(sys.stderr),
     )
     return print_text(responses, style, report if args.verbose else None)
+
+
+def _quantization(args: Namespace) -> dict[str, int]:
+    """How keys and values are quantized; the other options mean nothing without --kv-bits."""
+    names = ("kv_bits", "kv_group_size", "quantized_kv_start") if args.kv_bits else ()
+    return {name: getattr(args, name) for name in names}
 
 
 def _invisible_drafts(args: Namespace, style: DraftStyle | None) -> list[str]:

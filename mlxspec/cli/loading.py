@@ -32,11 +32,9 @@ def load_for(args: Namespace) -> Loaded:
             does not go with.
     """
     from mlxspec.engine.support import default_context_length
-    from mlxspec.models import load, load_config, resolve
+    from mlxspec.models import load, resolve
 
-    path = resolve(args.model)
-    config = load_config(path)
-    _refuse_model(config, args)
+    path = resolve(args.model, check=lambda config: _refuse_model(config, args))
     model, tokenizer = load(
         path,
         adapter_path=args.adapter_path,
@@ -63,6 +61,7 @@ def _refuse_model(config: Mapping[str, Any], args: Namespace) -> None:
             "--quantize-activations: expected a model quantized as nvfp4 or mxfp8, got one "
             f"{_quantized(quantization)}; leave it out, or give another --model"
         )
+    _refuse_vocabulary(config, args)
     if config.get("model_file"):
         if args.engine == "static":
             raise UnsupportedModel(
@@ -78,6 +77,58 @@ def _refuse_model(config: Mapping[str, Any], args: Namespace) -> None:
         raise UsageError(
             f"--max-context-length: expected at most {limit}, as the model has a table of "
             f"positions, got {args.max_context_length}"
+        )
+    if args.kv_bits:
+        _refuse_quantized_keys(structure, args)
+
+
+def _refuse_vocabulary(config: Mapping[str, Any], args: Namespace) -> None:
+    """Refuse options that count or name more tokens than the model has.
+
+    mlx-lm's functions would fail inside a forward, or write past a row of logits.
+    """
+    size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+    if size is None:
+        return
+    if args.temp and args.top_k >= size:
+        raise UsageError(
+            f"--top-k: expected less than the {size} tokens of the model's vocabulary, got "
+            f"{args.top_k}; 0 samples among all"
+        )
+    if args.temp and args.min_p and args.min_tokens_to_keep > size:
+        raise UsageError(
+            f"--min-tokens-to-keep: expected at most the {size} tokens of the model's "
+            f"vocabulary, got {args.min_tokens_to_keep}"
+        )
+    for token in args.logit_bias or ():
+        if token >= size:
+            raise UsageError(
+                f"--logit-bias: expected ids below the {size} tokens of the model's vocabulary, "
+                f"got {token}"
+            )
+
+
+def _refuse_quantized_keys(structure: Any, args: Namespace) -> None:
+    """Refuse --kv-bits for a model that cannot have it; nothing is computed."""
+    import mlx.core as mx
+    from mlx_lm.models.cache import make_prompt_cache
+
+    from mlxspec.engine.state import KVQuantization
+    from mlxspec.engine.support import default_placement, why_not_quantized
+
+    unit = 1 if default_placement(structure) == "free" else _tile_widths(structure, args)[0]
+    if args.quantized_kv_start > unit and args.quantized_kv_start % unit:
+        raise UsageError(
+            f"--quantized-kv-start: expected a multiple of {unit}, the narrowest width of this "
+            f"model's tiles, got {args.quantized_kv_start}"
+        )
+    caches = make_prompt_cache(structure)
+    structure(mx.array([[0]]), cache=caches)
+    quantization = KVQuantization(args.kv_bits, args.kv_group_size)
+    if reason := why_not_quantized(structure, caches, quantization, compute=False):
+        raise UsageError(
+            f"--kv-bits: this model's keys and values cannot be quantized: {reason}; leave it "
+            "out, or give another --model"
         )
 
 
@@ -95,15 +146,18 @@ def _add_end_token(tokenizer: Any, token: str) -> None:
 
 
 def _widest_tile(model: Any, args: Namespace) -> int:
-    """Rows of the engine's widest decode tile, from the model's structure."""
+    """Rows of the engine's widest forward but for prefill, from the model's structure."""
+    return 1 if args.engine == "dynamic" else _tile_widths(model, args)[-1]
+
+
+def _tile_widths(model: Any, args: Namespace) -> tuple[int, ...]:
+    """The static engine's ladder for the model's structure, ascending."""
     from mlxspec.engine.placement import checked_tile_widths
     from mlxspec.engine.spans import SpanRule
     from mlxspec.engine.support import default_placement
 
-    if args.engine == "dynamic":
-        return 1
     try:
-        return checked_tile_widths(args.tile_widths, default_placement(model), SpanRule.step)[-1]
+        return checked_tile_widths(args.tile_widths, default_placement(model), SpanRule.step)
     except ValueError as problem:
         raise UsageError(f"--tile-widths: this model needs {problem}") from problem
 

@@ -14,9 +14,11 @@ from mlxspec.cli.exits import UsageError
 from mlxspec.cli.values import (
     adapter_folder,
     json_object,
+    logit_biases,
     one_of,
     plain_text,
     real_number,
+    stop_text,
     truth,
     whole_number,
     widths,
@@ -26,6 +28,7 @@ from mlxspec.drafting import PromptLookup
 DEFAULT_MODEL = "smollm2"
 DEFAULT_MIN_NGRAM = PromptLookup().min_ngram
 DEFAULT_MAX_NGRAM = PromptLookup().max_ngram
+PENALTIES = ("repetition", "presence", "frequency")
 _LARGEST_SEED = (1 << 64) - 1
 
 
@@ -151,13 +154,14 @@ def add_prompt_options(parser: ArgumentParser) -> None:
 def add_sampling_options(parser: ArgumentParser) -> None:
     """How the next token is chosen."""
     group = parser.add_argument_group(
-        "sampling", "Decoding is greedy so far, so these have no effect yet."
+        "sampling", "The same seed gives the same text with and without speculation."
     )
     group.add_argument(
         "--temp",
         type=real_number(0),
         default=0.0,
-        help="temperature; only 0 is possible yet (default: %(default)s)",
+        help="temperature; 0 takes the likeliest token, and the other options of this group "
+        "have no effect (default: %(default)s)",
     )
     group.add_argument(
         "--top-p",
@@ -206,7 +210,44 @@ def add_sampling_options(parser: ArgumentParser) -> None:
         "--seed",
         type=whole_number(0, _LARGEST_SEED),
         metavar="N",
-        help="seed of the random choices",
+        help="seed of the random choices (default: one is drawn, and printed with the figures)",
+    )
+
+
+def add_penalty_options(parser: ArgumentParser) -> None:
+    """What is done to the logits before a token is chosen."""
+    group = parser.add_argument_group(
+        "penalties", "Functions of mlx-lm that change the logits, greedy decoding's too."
+    )
+    effects = {
+        "repetition": (
+            real_number(0),
+            "divides positive logits of earlier tokens, multiplies negative ones",
+        ),
+        "presence": (real_number(), "is subtracted from the logits of earlier tokens"),
+        "frequency": (real_number(), "is subtracted each time the token occurred"),
+    }
+    for name in PENALTIES:
+        kind, effect = effects[name]
+        group.add_argument(
+            f"--{name}-penalty",
+            type=kind,
+            default=0.0,
+            metavar="X",
+            help=f"{effect}; 0 is off (default: %(default)s)",
+        )
+        group.add_argument(
+            f"--{name}-context-size",
+            type=whole_number(1),
+            default=20,
+            metavar="N",
+            help="how many tokens of prompt and answer count as earlier (default: %(default)s)",
+        )
+    group.add_argument(
+        "--logit-bias",
+        type=logit_biases,
+        metavar="JSON",
+        help="what to add to the logits of tokens, by id, such as '{\"42\": -100}'",
     )
 
 
@@ -245,6 +286,14 @@ def add_speculation_options(parser: ArgumentParser) -> None:
         "--no-align-proposals",
         action="store_true",
         help="do not shorten drafts to what one forward checks",
+    )
+    group.add_argument(
+        "--acceptance",
+        type=one_of("coupled", "rejection"),
+        default="coupled",
+        metavar="{coupled,rejection}",
+        help="coupled: the text is that of the same seed without drafts; rejection: the classic "
+        "test, another text of the same distribution, needs --temp (default: %(default)s)",
     )
 
 
@@ -289,7 +338,8 @@ def add_engine_options(parser: ArgumentParser) -> None:
         "--kv-bits",
         type=one_of(2, 3, 4, 5, 6, 8),
         metavar="BITS",
-        help="bits of the quantized key-value state; not there yet",
+        help="quantize keys and values to this many bits; needs the static engine (default: "
+        "keep them whole)",
     )
     group.add_argument(
         "--kv-group-size",
@@ -303,7 +353,7 @@ def add_engine_options(parser: ArgumentParser) -> None:
         type=whole_number(0),
         default=5000,
         metavar="N",
-        help="token from which on it is quantized (default: %(default)s)",
+        help="token from which on they are quantized (default: %(default)s)",
     )
 
 
@@ -317,6 +367,15 @@ def add_output_options(parser: ArgumentParser) -> None:
         default=100,
         metavar="N",
         help="most tokens to generate; -1 goes on until the context is full (default: %(default)s)",
+    )
+    group.add_argument(
+        "--stop",
+        type=stop_text,
+        nargs="+",
+        default=(),
+        metavar="TEXT",
+        help=r"texts that end the answer and are left out of it; \n and \t stand for a line end "
+        "and a tab",
     )
     group.add_argument(
         "--verbose",

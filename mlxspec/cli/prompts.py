@@ -7,6 +7,7 @@ from argparse import Namespace
 from typing import Any
 
 from mlxspec.cli.exits import UsageError
+from mlxspec.cli.values import unescaped
 
 
 def prompt_text(prompt: str) -> str:
@@ -16,7 +17,7 @@ def prompt_text(prompt: str) -> str:
         UsageError: stdin is empty or is not UTF-8.
     """
     if prompt != "-":
-        return prompt.replace("\\n", "\n").replace("\\t", "\t")
+        return unescaped(prompt)
     try:
         text = sys.stdin.read()
         text.encode()

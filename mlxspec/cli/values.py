@@ -39,9 +39,9 @@ def whole_number(
     return parse
 
 
-def real_number(least: float, most: float | None = None) -> Callable[[str], float]:
-    """A type for finite numbers of a range, its ends included."""
-    expected = f"a number {_range(least, most)}"
+def real_number(least: float | None = None, most: float | None = None) -> Callable[[str], float]:
+    """A type for finite numbers of a range, its ends included; None has no end."""
+    expected = "a finite number" if least is None else f"a number {_range(least, most)}"
 
     def parse(text: str) -> float:
         try:
@@ -82,6 +82,18 @@ def plain_text(text: str) -> str:
     return text
 
 
+def unescaped(text: str) -> str:
+    r"""The text with \n and \t as a line end and a tab, as mlx-lm's command reads a prompt."""
+    return text.replace("\\n", "\n").replace("\\t", "\t")
+
+
+def stop_text(text: str) -> str:
+    """A text that can end another, its escapes replaced."""
+    if not text:
+        raise _unexpected("a text that is not empty", text)
+    return unescaped(plain_text(text))
+
+
 def json_object(text: str) -> dict[str, Any]:
     """A JSON object, for keyword arguments."""
     expected = 'a JSON object such as {"enable_thinking": false}'
@@ -92,6 +104,18 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise _unexpected(expected, text)
     return value
+
+
+def logit_biases(text: str) -> dict[int, float]:
+    """A JSON object of token ids and what to add to their logits."""
+    expected = 'a JSON object of token ids and finite numbers such as {"42": -100}'
+    try:
+        biases = {int(token): _finite(bias) for token, bias in json.loads(text).items()}
+    except (ValueError, AttributeError, OverflowError):
+        raise _unexpected(expected, text) from None
+    if any(token < 0 for token in biases):
+        raise _unexpected(expected, text)
+    return biases
 
 
 def widths(text: str) -> tuple[int, ...]:
@@ -114,12 +138,22 @@ def adapter_folder(text: str) -> str:
     return text
 
 
+def _finite(number: object) -> float:
+    """A number of JSON, where there are also words for what is none."""
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        raise ValueError
+    value = float(number)
+    if not math.isfinite(value):
+        raise ValueError
+    return value
+
+
 def _range(least: float, most: float | None) -> str:
     return f"from {least} on" if most is None else f"from {least} to {most}"
 
 
-def _within(number: float, least: float, most: float | None) -> bool:
-    return number >= least and (most is None or number <= most)
+def _within(number: float, least: float | None, most: float | None) -> bool:
+    return (least is None or number >= least) and (most is None or number <= most)
 
 
 def _unexpected(expected: str, text: str) -> ArgumentTypeError:

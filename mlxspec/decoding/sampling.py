@@ -124,8 +124,10 @@ class Sampling:
         probabilities = mx.softmax(logprobs, axis=-1)
         above = mx.where(probabilities > self.xtc_threshold, probabilities, mx.inf)
         excluded = probabilities > above.min(axis=-1, keepdims=True)
-        if self.xtc_special_tokens:
-            excluded[..., list(self.xtc_special_tokens)] = False
+        # MLX writes past a row without a word, and end tokens of some configs lie there.
+        special = [token for token in self.xtc_special_tokens if 0 <= token < excluded.shape[-1]]
+        if special:
+            excluded[..., special] = False
         applies = uniform(noise_key, positions, Purpose.XTC) <= self.xtc_probability
         return mx.where(applies[:, None] & excluded, -mx.inf, logprobs)
 

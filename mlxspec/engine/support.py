@@ -155,7 +155,7 @@ def starts_without_state(model: nn.Module) -> bool:
 
 
 def why_not_quantized(
-    model: nn.Module, caches: Sequence[Any], quantization: KVQuantization
+    model: nn.Module, caches: Sequence[Any], quantization: KVQuantization, *, compute: bool = True
 ) -> str | None:
     """The reason this model cannot run on quantised keys and values, or None if it can.
 
@@ -163,6 +163,8 @@ def why_not_quantized(
         model: The model.
         caches: mlx-lm's caches of it, one token in.
         quantization: The conversion asked for.
+        compute: Run the forward too, after MLX has judged the shapes of its operations; False is
+            for a model without weights.
     """
     kinds = {part for cache in caches for part in layer_kind(cache).split(" + ")}
     if "sliding window" in kinds:
@@ -175,7 +177,9 @@ def why_not_quantized(
             cache.to_quantized(**options) if hasattr(cache, "to_quantized") else cache
             for cache in caches
         ]
-        mx.eval(model(mx.array([[0]]), cache=quantized))
+        logits = model(mx.array([[0]]), cache=quantized)
+        if compute:
+            mx.eval(logits)
     except Exception as problem:
         # Head sizes that no group divides, attention sinks, attention of the model's own making.
         return f"mlx-lm cannot run it with {quantization}: {problem}"

@@ -7,7 +7,7 @@ import json
 import os
 import pkgutil
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,9 @@ def load(
 ) -> tuple[Any, ...]:
     """Loads a demo model, a local folder or a model of the hub, as ``mlx_lm.load`` does.
 
+    One thing more: the tokenizer's ``eos_token_ids`` are all that its own files, ``config.json``
+    and ``generation_config.json`` name. mlx-lm lets the last replace what the second says.
+
     Args:
         path_or_name: See ``resolve``.
         revision: Branch, tag or commit of a hub model.
@@ -68,7 +71,7 @@ def load(
             f"There are no adapters in {adapter_path}: it has no adapter_config.json."
         )
     path = _resolve(path_or_name, revision, model_config or {}, trust_remote_code)
-    return mlx_lm.utils.load(
+    loaded = mlx_lm.utils.load(
         str(path),
         tokenizer_config=tokenizer_config,
         model_config=model_config,
@@ -77,9 +80,16 @@ def load(
         return_config=return_config,
         trust_remote_code=trust_remote_code,
     )
+    loaded[1].eos_token_ids.update(_declared_end_tokens(path, model_config or {}))
+    return loaded
 
 
-def resolve(path_or_name: str | Path, revision: str | None = None) -> Path:
+def resolve(
+    path_or_name: str | Path,
+    revision: str | None = None,
+    *,
+    check: Callable[[dict[str, Any]], None] | None = None,
+) -> Path:
     """The local folder of a model, complete and of a type mlx-lm knows; no weight is read.
 
     Args:
@@ -88,6 +98,8 @@ def resolve(path_or_name: str | Path, revision: str | None = None) -> Path:
             ``./smollm2``); or a hub id ``org/name``, which is downloaded: its config first, so
             that a model that cannot run costs no long download.
         revision: Branch, tag or commit of a hub model.
+        check: Given the config, raises if this model is not wanted; called before the weights of
+            a hub model are downloaded.
 
     Raises:
         ModelNotFound: There is no such model, or a file of it is missing.
@@ -95,7 +107,7 @@ def resolve(path_or_name: str | Path, revision: str | None = None) -> Path:
         DemoModelError: A demo model could not be prepared.
         ValueError: A revision was given for something that has none.
     """
-    return _resolve(path_or_name, revision, {}, True)
+    return _resolve(path_or_name, revision, {}, True, check)
 
 
 def load_config(path: str | Path) -> dict[str, Any]:
@@ -121,16 +133,20 @@ def _resolve(
     revision: str | None,
     overrides: Mapping[str, Any],
     trust_remote_code: bool,
+    check: Callable[[dict[str, Any]], None] | None = None,
 ) -> Path:
     """``resolve``, with what ``load`` was told about the config and the model's own code."""
+    check = check or (lambda config: None)
     demo = parse_demo_name(path_or_name) if isinstance(path_or_name, str) else None
     folder = Path(os.path.expanduser(path_or_name))
     if demo is not None or (path_or_name and os.path.exists(folder)):
         if revision is not None:
             raise ValueError(f"{path_or_name} is not on the hub, so revision has no meaning for it")
         if demo is not None:
-            return prepare(*demo)
-        _check_description(folder, overrides, trust_remote_code)
+            folder = prepare(*demo)
+            check(load_config(folder))
+            return folder
+        check(_checked_config(folder, overrides, trust_remote_code))
         _check_weights(folder)
         return folder
     name = str(path_or_name)
@@ -141,14 +157,16 @@ def _resolve(
         )
     description = [p for p in mlx_lm.utils.DEFAULT_ALLOW_PATTERNS if "safetensors" not in p]
     folder = _download(name, revision, description)
-    _check_description(folder, overrides, trust_remote_code)
+    check(_checked_config(folder, overrides, trust_remote_code))
     folder = _download(name, revision, mlx_lm.utils.DEFAULT_ALLOW_PATTERNS)
     _check_weights(folder)
     return folder
 
 
-def _check_description(folder: Path, overrides: Mapping[str, Any], trust_remote_code: bool) -> None:
-    """Refuses a folder whose model or tokenizer mlx-lm could not build."""
+def _checked_config(
+    folder: Path, overrides: Mapping[str, Any], trust_remote_code: bool
+) -> dict[str, Any]:
+    """The config of a folder whose model and tokenizer mlx-lm can build; others are refused."""
     if not folder.is_dir():
         raise ModelNotFound(
             f"{folder} is a file; a model is a folder with config.json, a tokenizer and "
@@ -167,6 +185,7 @@ def _check_description(folder: Path, overrides: Mapping[str, Any], trust_remote_
         raise ModelNotFound(
             f"{folder} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)} is there."
         )
+    return config
 
 
 def _check_model_type(folder: Path, config: Mapping[str, Any]) -> None:
@@ -209,6 +228,23 @@ def _check_weights(folder: Path) -> None:
             f"{folder} lacks {len(missing)} of its {len(wanted)} weight files: "
             f"{', '.join(missing)}."
         )
+
+
+def _declared_end_tokens(folder: Path, overrides: Mapping[str, Any]) -> set[int]:
+    """The end tokens of both the config and the generation config: neither replaces the other."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | dict(overrides)
+    try:
+        text = (folder / "generation_config.json").read_text(encoding="utf-8")
+        generation_config = json.loads(text)
+    except (FileNotFoundError, ValueError):  # as mlx-lm, which reads on without it
+        generation_config = {}
+    tokens: set[int] = set()
+    for holder in (config, config.get("text_config"), generation_config):
+        declared = holder.get("eos_token_id") if isinstance(holder, dict) else None
+        for token in declared if isinstance(declared, list) else [declared]:
+            if isinstance(token, int) and not isinstance(token, bool):
+                tokens.add(token)
+    return tokens
 
 
 def _download(name: str, revision: str | None, patterns: list[str]) -> Path:

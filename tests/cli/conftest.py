@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
+import mlxspec.generation
 from mlxspec.cli.main import main
 from tests.cli.story_model import make_story_model
 
@@ -49,6 +50,20 @@ def bare_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NO_COLOR", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def passed_on(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """What `stream_generate` was called with: the prompt, and the options."""
+    calls = []
+    stream_generate = mlxspec.generation.stream_generate
+
+    def record(model: Any, tokenizer: Any, prompt: list[int], **options: Any) -> Any:
+        calls.append((prompt, options))
+        return stream_generate(model, tokenizer, prompt, **options)
+
+    monkeypatch.setattr(mlxspec.generation, "stream_generate", record)
+    return calls
 
 
 @pytest.fixture

@@ -54,6 +54,7 @@ def make_story_model(folder: Path, *, bare: bool = False) -> Path:
         "intermediate_size": 32,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
+        "head_dim": 64,  # quantized keys and values want groups of numbers
         "rms_norm_eps": 1e-5,
         "vocab_size": vocab_size,
         "max_position_embeddings": CONTEXT_LENGTH,

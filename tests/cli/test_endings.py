@@ -80,7 +80,7 @@ def test_a_reader_that_leaves_ends_the_command_quietly(story_model: Path) -> Non
 def test_ctrl_c_before_the_first_token_says_so(
     generate: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*args: object) -> None:
+    def interrupted(*args: object, **options: object) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(mlxspec.models, "resolve", interrupted)

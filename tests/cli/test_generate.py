@@ -145,20 +145,6 @@ def test_the_chat_template_is_used_unless_it_is_ignored(generate: Run, bare_mode
     assert generate(*words, model=bare_model).text == "brown fox"
 
 
-@pytest.fixture
-def passed_on(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
-    """What `stream_generate` was called with: the prompt, and the options."""
-    calls = []
-    stream_generate = sys.modules["mlxspec.generation"].stream_generate
-
-    def record(model: Any, tokenizer: Any, prompt: list[int], **options: Any) -> Any:
-        calls.append((prompt, options))
-        return stream_generate(model, tokenizer, prompt, **options)
-
-    monkeypatch.setattr("mlxspec.generation.stream_generate", record)
-    return calls
-
-
 @pytest.mark.parametrize(
     ("options", "messages", "variables"),
     [
@@ -208,6 +194,8 @@ def test_the_options_reach_the_generation(generate: Run, passed_on: list[tuple])
         "max_context_length": 200,
         "prefill_step_size": 64,
         "max_tokens": 3,
+        "stop_strings": (),
+        "logits_processors": [],
         "engine": "static",
         "prompt_progress_callback": None,
     }

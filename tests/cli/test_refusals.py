@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 
+import mlx_lm.utils
 import pytest
 
 import mlxspec.models
@@ -21,7 +22,7 @@ def _no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def reached(*args: object, **options: object) -> None:
         pytest.fail("a model was looked for before the options were checked")
 
-    for name in ("resolve", "load", "load_config"):
+    for name in ("resolve", "load"):
         monkeypatch.setattr(mlxspec.models, name, reached)
 
 
@@ -65,6 +66,32 @@ OUT_OF_RANGE = [
     _number("--kv-bits", "one of 2, 3, 4, 5, 6, 8", "7"),
     _number("--kv-group-size", "one of 32, 64, 128", "48"),
     _number("--quantized-kv-start", "a whole number from 0 on", "-1"),
+    _number("--repetition-penalty", "a number from 0 on", "-1"),
+    _number("--presence-penalty", "a finite number", "inf"),
+    _number("--frequency-penalty", "a finite number", "some"),
+    *[
+        _number(f"--{name}-context-size", "a whole number from 1 on", "0")
+        for name in ("repetition", "presence", "frequency")
+    ],
+    *[
+        _number(
+            "--logit-bias",
+            'a JSON object of token ids and finite numbers such as {"42": -100}',
+            value,
+        )
+        for value in (
+            "",
+            "5",
+            "[[5, 1]]",
+            '{"the": 1}',
+            '{"-1": 1}',
+            '{"5": "1"}',
+            '{"5": true}',
+            '{"5": NaN}',
+            f'{{"5": 1{"0" * 400}}}',
+        )
+    ],
+    _number("--acceptance", "one of coupled, rejection", "exact"),
     _number("--num-draft-tokens", "a whole number from 0 on", "-1"),
     _number("--prompt-lookup-min-ngram", "a whole number from 1 on", "0"),
     _number("--prompt-lookup-max-ngram", "a whole number from 1 on", "0"),
@@ -76,16 +103,8 @@ OUT_OF_RANGE = [
 ]
 NOT_THERE = [
     (
-        ["--temp", "0.7"],
-        "--temp 0.7: there is no sampling yet, decoding is greedy; leave it out, or give 0",
-    ),
-    (
         ["--draft-model", "small"],
         "--draft-model small: draft models are not run yet; --prompt-lookup drafts without one",
-    ),
-    (
-        ["--kv-bits", "8"],
-        "--kv-bits 8: the key-value state is not quantized yet; leave it out",
     ),
     (
         ["--max-kv-size", "512"],
@@ -112,6 +131,7 @@ COMBINATIONS = [
             ("--num-draft-tokens", "0"),
             ("--no-align-proposals",),
             ("--show-drafts",),
+            ("--acceptance", "rejection", "--temp", "1"),
         )
     ],
     *[
@@ -127,6 +147,23 @@ COMBINATIONS = [
         )
     ],
     (
+        ["--prompt-lookup", "--acceptance", "rejection"],
+        "--acceptance rejection needs --temp above 0: give both, or neither",
+    ),
+    *[
+        (
+            ["--prompt-lookup", "--acceptance=rejection", "--temp=1", f"{option}={value}"],
+            f"{option}: --acceptance rejection compares distributions before penalties; leave "
+            "one of the two out",
+        )
+        for option, value in (
+            ("--repetition-penalty", "1.1"),
+            ("--presence-penalty", "-1"),
+            ("--frequency-penalty", "0.5"),
+            ("--logit-bias", '{"5": 1}'),
+        )
+    ],
+    (
         ["--prompt-lookup", "--engine", "dynamic"],
         "--prompt-lookup: the dynamic engine decodes plainly, without speculation; leave it out, "
         "or give --engine static",
@@ -134,6 +171,11 @@ COMBINATIONS = [
     (
         ["--tile-widths", "1,2", "--engine", "dynamic"],
         "--tile-widths: the dynamic engine has no tiles; leave it out, or give --engine static",
+    ),
+    (
+        ["--kv-bits", "8", "--engine", "dynamic"],
+        "--kv-bits: the dynamic engine keeps keys and values whole; leave it out, or give "
+        "--engine static",
     ),
     (
         ["--quantize-activations"],
@@ -157,6 +199,10 @@ TEXTS = [
     (
         ["--chat-template-config", '{"tokenize": true}'],
         "--chat-template-config: 'tokenize' is set by the command itself; leave it out",
+    ),
+    (
+        ["--stop", "end", ""],
+        "argument --stop: expected a text that is not empty, got ''",
     ),
     (
         ["--prompt", "caf\udce9"],
@@ -287,6 +333,35 @@ def test_tile_widths_that_the_model_s_layers_do_not_take_are_refused_before_weig
             "quantized as affine; leave it out, or give another --model",
         ),
         (
+            {"vocab_size": 500},
+            ["--temp", "1", "--top-k", "500"],
+            "--top-k: expected less than the 500 tokens of the model's vocabulary, got 500; 0 "
+            "samples among all",
+        ),
+        (
+            {"vocab_size": None, "text_config": {"vocab_size": 500}, "model_file": "own.py"},
+            ["--temp", "1", "--min-p", "0.1", "--min-tokens-to-keep", "501", "--engine", "dynamic"],
+            "--min-tokens-to-keep: expected at most the 500 tokens of the model's vocabulary, got "
+            "501",
+        ),
+        (
+            {"vocab_size": 500},
+            ["--logit-bias", '{"499": 1, "500": 1}'],
+            "--logit-bias: expected ids below the 500 tokens of the model's vocabulary, got 500",
+        ),
+        (
+            tiny_configs()["gemma3_text"],
+            ["--kv-bits", "8"],
+            "--kv-bits: this model's keys and values cannot be quantized: it has sliding-window "
+            "layers, which mlx-lm cannot quantise either; leave it out, or give another --model",
+        ),
+        (
+            tiny_configs()["falcon_h1"],
+            ["--kv-bits", "8", "--quantized-kv-start", "1001"],
+            "--quantized-kv-start: expected a multiple of 8, the narrowest width of this model's "
+            "tiles, got 1001",
+        ),
+        (
             tiny_configs()["gpt2"],
             ["--max-context-length", "256", "--engine", "dynamic"],
             "--max-context-length: expected at most 255, as the model has a table of positions, "
@@ -305,6 +380,29 @@ def test_a_config_that_the_options_do_not_go_with_is_refused_before_weights(
     folder = _folder_with_config(tmp_path, story_model, **entries)
     outcome = generate(*options, model=folder)
     assert outcome == (2, "", f"mlxspec generate: error: {message}\n")
+
+
+@pytest.mark.usefixtures("_no_weights")
+def test_groups_that_no_head_divides_into_are_refused_before_weights(generate: Run) -> None:
+    outcome = generate("--kv-bits", 8, "--kv-group-size", 128)
+    assert (outcome.code, outcome.out, outcome.err.count("\n")) == (2, "", 1)
+    assert "--kv-bits: this model's keys and values cannot be quantized" in outcome.err
+    assert "divisible by the quantization group size 128" in outcome.err
+
+
+def test_a_hub_model_that_is_not_static_is_refused_before_its_weights_are_downloaded(
+    tmp_path: Path, story_model: Path, generate: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = _folder_with_config(tmp_path, story_model, **tiny_configs()["gpt_bigcode"])
+
+    def download(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        assert not any("safetensors" in pattern for pattern in allow_patterns)
+        return str(folder)
+
+    monkeypatch.setattr(mlx_lm.utils, "snapshot_download", download)
+    outcome = generate(model="org/name")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "the static engine cannot run this model: gpt_bigcode" in outcome.err
 
 
 @pytest.mark.parametrize(
@@ -344,7 +442,7 @@ def test_a_chat_that_the_template_refuses_is_told_with_its_reason(generate: Run)
 def test_an_unexpected_error_keeps_its_traceback(
     generate: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*args: object) -> None:
+    def broken(*args: object, **options: object) -> None:
         raise ZeroDivisionError("a mistake of ours")
 
     monkeypatch.setattr(mlxspec.models, "resolve", broken)

@@ -10,6 +10,7 @@ from tests.cli.conftest import Run
 
 _GREEDY = ["--top-p=0.5", "--min-p=0.1", "--top-k=4", "--xtc-probability=0.5"]
 _GREEDY += ["--xtc-threshold=0.2", "--min-tokens-to-keep=2", "--seed=0"]
+_CONTEXTS = [f"--{name}-context-size=9" for name in ("repetition", "presence", "frequency")]
 
 
 @pytest.mark.parametrize(
@@ -19,6 +20,16 @@ _GREEDY += ["--xtc-threshold=0.2", "--min-tokens-to-keep=2", "--seed=0"]
             _GREEDY,
             "--top-p, --min-p, --top-k, --xtc-probability, --xtc-threshold, "
             "--min-tokens-to-keep, --seed (decoding is greedy)",
+        ),
+        (
+            ["--temp=1", "--seed=0", "--xtc-threshold=0.2", "--min-tokens-to-keep=2"],
+            "--min-tokens-to-keep (without --min-p); --xtc-threshold (without --xtc-probability)",
+        ),
+        (
+            _CONTEXTS,
+            "--repetition-context-size (without --repetition-penalty); "
+            "--presence-context-size (without --presence-penalty); "
+            "--frequency-context-size (without --frequency-penalty)",
         ),
         (
             ["--kv-group-size=32", "--quantized-kv-start=0"],
@@ -73,6 +84,10 @@ def test_chat_options_are_named_where_the_model_has_no_template(
         [],
         ["--temp=0", "--top-p=1", "--top-k=0", "--kv-group-size=64", "--verbose=T"],
         ["--prompt-lookup", "--num-draft-tokens=3", "--no-align-proposals"],
+        ["--temp=1", "--min-p=0.1", "--min-tokens-to-keep=2", "--top-k=9", "--seed=1"],
+        ["--temp=1", "--xtc-probability=0.5", "--xtc-threshold=0.2", "--acceptance=coupled"],
+        ["--repetition-penalty=1.1", "--presence-penalty=-1", "--frequency-penalty=1", *_CONTEXTS],
+        ["--kv-bits=8", "--kv-group-size=32", "--quantized-kv-start=0"],
         ["--system-prompt=x", "--prefill-response=y", '--chat-template-config={"suffix": "z"}'],
     ],
 )

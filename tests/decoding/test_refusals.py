@@ -285,6 +285,7 @@ def test_some_nans_in_a_row_count_as_minus_infinity_and_are_said_once():
         ({"temp": 1, "min_p": -1}, "min_p"),
         ({"temp": 1, "top_k": -1}, "top_k"),
         ({"temp": 1, "top_k": 1000}, "top_k: expected less than the 1000 tokens"),
+        ({"temp": 1, "min_tokens_to_keep": 1001}, "min_tokens_to_keep: expected at most the 1000"),
         ({"temp": 1, "xtc_threshold": 0.7}, "xtc_threshold"),
         ({"temp": 1, "seed": -1}, "seed"),
         ({"temp": 1, "seed": 2**64}, "seed"),
@@ -295,7 +296,9 @@ def test_some_nans_in_a_row_count_as_minus_infinity_and_are_said_once():
         ({"draft_model": "m"}, "draft_model"),
         ({"prompt_cache": []}, "prompt_cache"),
         ({"max_kv_size": 64}, "max_kv_size"),
-        ({"kv_bits": 8}, "kv_bits"),
+        ({"kv_bits": 7}, "kv_bits: expected 2, 3, 4, 5, 6 or 8"),
+        ({"kv_bits": 8, "kv_group_size": 48}, "kv_group_size: expected 32, 64 or 128"),
+        ({"kv_bits": 8, "engine": "dynamic"}, "kv_bits cannot be honoured by the dynamic engine"),
         ({"input_embeddings": mx.zeros((1, 2))}, "input_embeddings"),
         ({"stream": mx.default_stream(mx.default_device())}, "stream"),
         ({"prompt_lookup": True, "drafter": PromptLookup()}, "not both"),
@@ -318,11 +321,20 @@ def test_an_unknown_keyword_is_a_type_error(model):
 
 def test_mlx_lms_defaults_are_no_request_and_idle_options_are_named_once(model):
     asks_nothing = {"temp": 0.0, "top_p": 1.0, "min_p": 0.0, "kv_bits": None, "seed": None}
+    asks_nothing |= {"kv_group_size": 64, "quantized_kv_start": 5000}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         list(mlxspec.generate_step([1, 2], model, max_tokens=1, **asks_nothing))
     with pytest.warns(UserWarning, match="without effect: top_p .*seed"):
         list(mlxspec.generate_step([1, 2], model, max_tokens=1, seed=3, top_p=0.5))
+    with pytest.warns(UserWarning, match=r"without effect: kv_group_size \(without kv_bits\)$"):
+        list(mlxspec.generate_step([1, 2], model, max_tokens=1, kv_group_size=32))
+
+
+def test_an_engine_of_ones_own_has_its_options_already(engine, model):
+    asked = {"kv_bits": 8, "quantized_kv_start": 0, "max_context_length": 30}
+    with pytest.raises(ValueError, match="max_context_length, kv_bits, quantized_kv_start: set"):
+        mlxspec.generate_step([1, 2], model, engine=engine, **asked)
 
 
 def test_a_model_the_static_engine_cannot_take_is_refused_by_name_and_runs_plainly_dynamically():

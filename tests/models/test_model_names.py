@@ -180,6 +180,25 @@ def test_a_hub_model_that_cannot_run_costs_no_download_of_weights(folder, monkey
     assert asked == [("org/name", None, [])]
 
 
+def test_a_hub_model_that_the_caller_does_not_want_costs_no_download_of_weights(
+    folder, monkeypatch
+):
+    asked = []
+
+    def download(name, *, revision, allow_patterns):
+        asked.append(allow_patterns)
+        return str(folder)
+
+    def check(config):
+        raise UnsupportedModel(f"not a {config['model_type']}")
+
+    monkeypatch.setattr(mlx_lm.utils, "snapshot_download", download)
+    with pytest.raises(UnsupportedModel, match="not a llama"):
+        resolve("org/name", check=check)
+    assert len(asked) == 1
+    assert not any("safetensors" in pattern for pattern in asked[0])
+
+
 @pytest.mark.parametrize(
     ("error", "fragment"),
     [
@@ -223,11 +242,45 @@ def test_model_config_replaces_what_the_folder_says(good, tmp_path):
     assert (config["model_type"], config["rope_theta"]) == ("llama", 5.0)
 
 
+@pytest.mark.parametrize(
+    ("config", "generation_config", "ends"),
+    [
+        ({}, None, {2}),
+        ({"eos_token_id": 5}, None, {2, 5}),
+        ({"eos_token_id": [5, 6]}, {"eos_token_id": 7}, {2, 5, 6, 7}),
+        ({"eos_token_id": 5}, {"eos_token_id": [0, 7]}, {2, 5, 0, 7}),
+        ({"text_config": {"eos_token_id": [8]}}, {"eos_token_id": 7}, {2, 7, 8}),
+        ({"eos_token_id": 5, "text_config": {}}, {"eos_token_id": None}, {2, 5}),
+        ({"eos_token_id": 5}, "{ spoilt", {2, 5}),
+    ],
+)
+def test_the_end_tokens_are_those_of_the_tokenizer_and_of_both_configs(
+    good, tmp_path, config, generation_config, ends
+):
+    folder = Path(shutil.copytree(good, tmp_path / "model"))
+    set_config(folder, **{"eos_token_id": None, **config})
+    if generation_config is not None:
+        spoilt = isinstance(generation_config, str)
+        text = generation_config if spoilt else json.dumps(generation_config)
+        (folder / "generation_config.json").write_text(text)
+    _, tokenizer = load(folder, lazy=True)
+    assert tokenizer.eos_token_ids == ends
+
+
+def test_a_model_config_says_which_end_tokens_the_config_names(good, tmp_path):
+    folder = Path(shutil.copytree(good, tmp_path / "model"))
+    set_config(folder, eos_token_id=5)
+    _, tokenizer = load(folder, model_config={"eos_token_id": [6]}, lazy=True)
+    assert tokenizer.eos_token_ids == {2, 6}
+
+
 def test_a_demo_name_loads_its_variant(tiny, wheel_dir, monkeypatch):
     monkeypatch.setitem(DEMO_MODELS, "tiny", tiny)
     model, tokenizer = load("tiny")
     assert model.layers[0].self_attn.q_proj.weight.dtype == mx.bfloat16
-    assert resolve("tiny:bf16") == resolve("tiny")
+    seen = []
+    assert resolve("tiny:bf16") == resolve("tiny", check=seen.append)
+    assert [config["model_type"] for config in seen] == ["llama"]
     model, _ = load("tiny:4bit")
     assert model.layers[0].self_attn.q_proj.bits == 4
     assert model.model.embed_tokens.bits == 8

@@ -20,6 +20,10 @@ from tests.hostile import PlannedDrafter
 WINDOW = 16
 COUNT = 64
 PROMPTS = (1, 8, 15, 16, 17, 40, 100)
+CASES = [(length, "free") for length in PROMPTS] + [
+    pytest.param(length, "aligned", marks=() if length == 40 else pytest.mark.deep)
+    for length in PROMPTS
+]
 LONGEST = 100 + COUNT + 3
 # gemma4's first five of seven layers own keys, of which one sees everything; two share them.
 FAMILIES = {
@@ -83,13 +87,10 @@ def test_plain_ids_are_mlx_lms(family, length):
         pytest.fail(f"id {at}: margin {abs(row[ours[at]] - row[theirs[at]]).item()}")
 
 
-@pytest.mark.parametrize("placement", ["free", "aligned"])
+@pytest.mark.parametrize(("length", "placement"), CASES)
 @pytest.mark.parametrize("plan", ["noisy", "hostile"])
-@pytest.mark.parametrize("length", PROMPTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_drafter_changes_a_token_at_any_k(family, length, plan, placement):
-    if placement == "aligned" and PROFILE != "deep" and length != 40:
-        pytest.skip("deep profile only")
     prompt, expected = prompt_of(length), plain(family, length, placement)
     engine = engine_of(family, placement)
     for k in some_k(PROMPTS.index(length) + (plan == "hostile")):

@@ -27,6 +27,7 @@ class Command:
 
 COMMANDS = {
     "generate": Command("mlxspec.cli.generate", "answer a prompt, with or without speculation"),
+    "models": Command("mlxspec.cli.models", "list, fetch and remove demo models; what a model is"),
 }
 
 

@@ -20,20 +20,21 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import mlx.core as mx
 import platformdirs
 from tqdm import tqdm
 
-from ..errors import DemoModelError
-from .fetch import fetch_gguf, sha256_of
-from .registry import DemoModel, Form, choose_form
+from mlxspec.errors import DemoModelError
+from mlxspec.models.fetch import fetch_gguf, sha256_of
+from mlxspec.models.registry import DemoModel, Form, choose_form, default_variant
 
 _MANIFEST = "mlxspec_manifest.json"
 _CONVERSION = 1  # raised when the conversion writes something else, so that old folders are redone
 _SCRATCH = ".making-"
-_SLACK = 32 << 20  # bytes for config, tokenizer and the file system's own needs
+_LOCK = ".lock"
+_SLACK = 64 << 20  # bytes for config, tokenizer and the file system's own needs
 
 
 def cache_dir() -> Path:
@@ -59,7 +60,7 @@ def is_ready(model: DemoModel, variant: str | None = None) -> bool:
 
 
 def prepare(model: DemoModel, variant: str | None = None) -> Path:
-    """The converted model's folder; fetches and converts what is missing or damaged.
+    """Fetch and convert what is missing or damaged, and give the converted model's folder.
 
     Once prepared, a form is found again without a network, a lock or a write. Processes and
     threads that ask for it at the same time wait for the one that prepares it.
@@ -92,19 +93,81 @@ def prepare(model: DemoModel, variant: str | None = None) -> Path:
     return folder
 
 
+def remove(model: DemoModel, variant: str | None = None, *, whole: bool = False) -> int:
+    """Remove a converted model, or all that is kept of the model.
+
+    Nothing outside the cache folder is touched. A process that is preparing the model is waited
+    for; one that has loaded it keeps what it has loaded.
+
+    Args:
+        model: An entry of ``DEMO_MODELS``.
+        variant: Which form; None: the default of this machine. A form that is stored in two ways,
+            for a GPU and for a CPU, is removed in both.
+        whole: Remove every form and the fetched file, whatever ``variant`` says.
+
+    Returns:
+        Number of bytes that were freed; 0 if there was nothing.
+
+    Raises:
+        DemoModelError: It lies outside the cache folder, through a link, or cannot be removed.
+    """
+    home = _home(model)
+    if not home.is_dir():
+        return 0
+    if not home.resolve().is_relative_to(cache_dir().resolve()):
+        raise DemoModelError(
+            f"{home} leads to {home.resolve()}, outside the cache folder: nothing was removed. "
+            "Remove it by hand."
+        )
+    try:
+        with _locked(home):
+            doomed = set(home.iterdir())
+            # The lock's own file stays: another process may be waiting for it.
+            doomed = doomed - {home / _LOCK} if whole else doomed & _folders(model, variant)
+            freed = sum(map(size_on_disk, doomed))
+            for path in doomed:
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+    except OSError as error:
+        raise DemoModelError(
+            f"{error.filename or home} cannot be removed ({error.strerror or error})."
+        ) from error
+    return freed
+
+
+def gguf_path(model: DemoModel) -> Path:
+    """Where the fetched file is kept, or will be."""
+    return _home(model) / model.filename
+
+
+def size_on_disk(path: Path) -> int:
+    """Bytes of a file, or of all files in a folder; links count as nothing."""
+    # A file may go while it is looked for: another process cleans up after itself.
+    with contextlib.suppress(FileNotFoundError):
+        if path.is_dir() and not path.is_symlink():
+            return sum(size_on_disk(child) for child in path.iterdir())
+        return 0 if path.is_symlink() else path.stat().st_size
+    return 0
+
+
 def _make(model: DemoModel, form: Form, folder: Path) -> None:
-    """Fetches the file if need be and converts it; the lock is held."""
+    """Fetch the file if need be and convert it; the lock is held."""
     for stale in folder.parent.glob(f"{_SCRATCH}*"):  # of a process that was killed
         shutil.rmtree(stale, ignore_errors=True)
-    gguf = _gguf_path(model)
+    gguf = gguf_path(model)
     fetched = gguf.is_file() and sha256_of(gguf) == model.gguf_sha256
     _check_room(model, form, folder.parent, fetched=fetched)
     if not fetched:
+        if model.terms:  # off a terminal too: they bind whoever uses the model
+            note = f"{model.name} comes under the {model.license}, {model.terms}"
+            tqdm.write(f"{note}: by using it you agree to them.", file=sys.stderr)
         with _scratch(folder.parent) as scratch:
             fetch_gguf(model, gguf, scratch)
         _sync(folder.parent)
     # Reading GGUF files and building tokenizers is needed once; a later load shall not pay for it.
-    from .convert import convert
+    from mlxspec.models.convert import convert
 
     with (
         _scratch(folder.parent) as scratch,
@@ -139,8 +202,11 @@ def _home(model: DemoModel) -> Path:
     return cache_dir() / "demo" / model.name
 
 
-def _gguf_path(model: DemoModel) -> Path:
-    return _home(model) / PurePosixPath(model.wheels[0].member).name
+def _folders(model: DemoModel, variant: str | None) -> set[Path]:
+    """Where a variant lies, in each way that it can be stored."""
+    variant = variant or default_variant(on_metal=on_metal())
+    forms = [choose_form(variant, on_metal=metal) for metal in (False, True)]
+    return {_home(model) / f"{model.name}-{form.label}" for form in forms}
 
 
 def _is_intact(folder: Path, model: DemoModel) -> bool:
@@ -163,7 +229,7 @@ def _manifest(model: DemoModel, sizes: dict[str, int]) -> dict[str, object]:
 
 
 def _check_room(model: DemoModel, form: Form, home: Path, *, fetched: bool) -> None:
-    """Refuses before the first byte what would fill the disk on the way."""
+    """Refuse before the first byte what would fill the disk on the way."""
     needed = int(model.parameters * form.bytes_per_parameter) + _SLACK
     if not fetched:
         # pip holds a wheel twice while it moves it; later wheels join the file in the making.
@@ -180,8 +246,8 @@ def _check_room(model: DemoModel, form: Form, home: Path, *, fetched: bool) -> N
 
 @contextlib.contextmanager
 def _locked(home: Path) -> Iterator[None]:
-    """Holds the folder's lock, which the system drops if this process dies."""
-    with (home / ".lock").open("w") as file:
+    """Hold the folder's lock, which the system drops if this process dies."""
+    with (home / _LOCK).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -199,7 +265,7 @@ def _scratch(home: Path) -> Iterator[Path]:
 
 
 def _sync(path: Path) -> None:
-    """Puts a file or folder on the disk, so that a rename after it never outruns its bytes."""
+    """Put a file or folder on the disk, so that a rename after it never outruns its bytes."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

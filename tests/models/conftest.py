@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tiny_llama import TinyTensor, pack, tiny_tensors, write_tiny_gguf
 
 from mlxspec.models import demo, fetch
 from mlxspec.models.registry import DemoModel
+from tests.models.tiny_llama import TinyTensor, pack, tiny_tensors, write_tiny_gguf
 
 
 @pytest.fixture(scope="session")

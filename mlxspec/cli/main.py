@@ -27,6 +27,9 @@ class Command:
 
 COMMANDS = {
     "generate": Command("mlxspec.cli.generate", "answer a prompt, with or without speculation"),
+    "verify": Command(
+        "mlxspec.cli.verify", "show on this machine that speculation changes nothing"
+    ),
     "models": Command("mlxspec.cli.models", "list, fetch and remove demo models; what a model is"),
 }
 

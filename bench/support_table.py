@@ -47,8 +47,8 @@ from tests.families.tiny import tiny_configs, tiny_model
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = REPOSITORY / "bench" / "results"
 COMMAND = "python -m bench.support_table"
-PROMPT_LENGTHS = (1, 2, 17, 40)
-TOKENS = 60
+PROMPT_LENGTHS = (1, 40)
+TOKENS = 48
 
 EXACT, ONE_WIDTH_ONLY, REFUSED = "exact", "exact with one width", "refused"
 NOT_BUILDABLE, WRONG = "not buildable", "wrong"

@@ -36,6 +36,7 @@ _REFUSED: dict[str, tuple[Any, str]] = {
 # Options of the static engine that the dynamic one lacks.
 _STATIC_ONLY = {
     "tile_widths": "it has no tiles",
+    "exact": "it has no tiles",
     "kv_bits": "it keeps keys and values whole",
 }
 # Values that ask for nothing: mlx-lm's defaults, in its functions and on its command line.
@@ -62,6 +63,7 @@ def make_decoder(
     engine: SpeculativeEngine | str = "static",
     max_context_length: int | None = None,
     tile_widths: Sequence[int] | None = None,
+    exact: bool | None = None,
     prefill_step_size: int | None = None,
     kv_bits: int | None = None,
     kv_group_size: int | None = None,
@@ -89,6 +91,8 @@ def make_decoder(
             call, or an engine of your own, whose sequence is begun anew.
         max_context_length: Most tokens of prompt and output; None is what the config declares.
         tile_widths: Widths of the static engine's decode tiles; None is what the layers take.
+        exact: False takes every default width, also those that round differently on this device:
+            faster there, and a near tie may then fall another way with drafts than without.
         prefill_step_size: Most prompt tokens per forward; None is 2048.
         kv_bits: Bits of a quantised number of keys and values, static engine; None keeps them
             whole.
@@ -117,6 +121,7 @@ def make_decoder(
     engine_options = {
         "max_context_length": max_context_length,
         "tile_widths": tile_widths,
+        "exact": exact,
         "prefill_step_size": prefill_step_size,
     }
     quantisation = {"kv_group_size": kv_group_size, "quantized_kv_start": quantized_kv_start}

@@ -25,6 +25,7 @@ class ScriptedEngine:
     trace_count = 0
     compiled = True
     why_no_speculation = None
+    note = None
 
     def __init__(self, script: Sequence[int], vocab_size: int, width: int = 8):
         self.script = list(script)

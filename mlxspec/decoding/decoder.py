@@ -78,6 +78,7 @@ class SpeculativeDecoder:
         self.acceptance = acceptance if acceptance is not None else ModelsChoice()
         self.stats = stats if stats is not None else SpeculationStats()
         self.stats.why_off = self._why_off()
+        self.stats.note = engine.note
         self._noise_key = noise_key(seed)
 
     def generate(

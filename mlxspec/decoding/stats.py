@@ -13,6 +13,7 @@ class SpeculationStats:
     Attributes:
         why_off: Why nothing is drafted; None where speculation is on.
         seed: The seed of what was drawn; None where nothing is drawn.
+        note: What the engine has to say about itself, or None.
         compiled: Whether MLX compiles the engine's graphs; None where it could not tell yet.
         rounds: Times the decoder drafted, verified and accepted.
         plain_rounds: Rounds whose draft was empty.
@@ -29,6 +30,7 @@ class SpeculationStats:
 
     why_off: str | None = None
     seed: int | None = None
+    note: str | None = None
     compiled: bool | None = None
     rounds: int = 0
     plain_rounds: int = 0
@@ -65,7 +67,7 @@ class SpeculationStats:
         return self.emitted - self.forwards
 
     def summary(self) -> str:
-        """One line for a person; a second one names the seed where there is one."""
+        """One line for a person; others name the engine's note and the seed where there are any."""
         if self.why_off is not None:
             line = f"Speculation: off ({self.why_off}); {_counted(self.forwards, 'forward')}"
         else:
@@ -78,7 +80,10 @@ class SpeculationStats:
             )
             if self.compiled is False:
                 line += "; uncompiled: MLX found no C++ compiler"
-        return line if self.seed is None else f"{line}\nSeed: {self.seed}"
+        lines = [line, self.note and f"Engine: {self.note}"]
+        if self.seed is not None:
+            lines.append(f"Seed: {self.seed}")
+        return "\n".join(filter(None, lines))
 
     def as_dict(self) -> dict[str, Any]:
         """The counters and the ratios made of them, ready for JSON."""

@@ -34,6 +34,7 @@ class DynamicShapeEngine:
     one_forward_draft_budget = 0
     trace_count = 0
     compiled: bool | None = False
+    note: str | None = None
 
     def __init__(
         self,

@@ -16,9 +16,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import platformdirs
 from mlx.utils import tree_flatten
 
+from mlxspec.cache_dir import cache_dir
 from mlxspec.engine.protocol import Capture, SpeculativeEngine
 
 # Environment variables that choose kernels.
@@ -87,8 +87,7 @@ def remember_classes(
 
 def _file_for(model: nn.Module, widths: tuple[int, ...]) -> Path:
     key = json.dumps(_circumstances(model, widths), sort_keys=True).encode()
-    root = os.environ.get("MLXSPEC_CACHE_DIR") or platformdirs.user_cache_dir("mlxspec")
-    return Path(root, "widths", hashlib.sha256(key).hexdigest()[:32] + ".json")
+    return cache_dir() / "widths" / f"{hashlib.sha256(key).hexdigest()[:32]}.json"
 
 
 def _circumstances(model: nn.Module, widths: tuple[int, ...]) -> dict[str, Any]:

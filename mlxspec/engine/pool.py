@@ -19,6 +19,8 @@ ENGINE_KINDS: dict[str, Callable[..., Engine]] = {
 }
 # The engines hang on the model itself, so that both are freed together.
 _ATTRIBUTE = "_mlxspec_engines"
+# Engines nobody uses that are kept per model, the latest used last: each holds a state.
+_KEPT_FREE = 4
 
 
 def engine_for(model: nn.Module, kind: str = "static", **options: Any) -> Engine:
@@ -41,15 +43,18 @@ def engine_for(model: nn.Module, kind: str = "static", **options: Any) -> Engine
         raise ValueError(f"engine: expected 'static' or 'dynamic', got {kind!r}")
     options = {name: value for name, value in options.items() if value is not None}
     key = (kind, tuple(sorted((name, _hashable(value)) for name, value in options.items())))
-    pools = model.__dict__.setdefault(_ATTRIBUTE, {})
-    pool: list[Engine] = pools.setdefault(key, [])
-    pool[:] = [engine for engine in pool if engine.leased or engine.weights_unchanged]
-    for engine in pool:
-        if not engine.leased:
-            return engine
-    engine = ENGINE_KINDS[kind](model, **options)
-    pool.append(engine)
-    return engine
+    kept: list[tuple[object, Engine]] = model.__dict__.setdefault(_ATTRIBUTE, [])
+    kept[:] = [entry for entry in kept if entry[1].leased or entry[1].weights_unchanged]
+    entry = next((e for e in reversed(kept) if e[0] == key and not e[1].leased), None)
+    if entry is None:
+        entry = (key, ENGINE_KINDS[kind](model, **options))
+    else:
+        kept.remove(entry)
+    kept.append(entry)
+    free = [e for e in kept if not e[1].leased]
+    for oldest in free[:-_KEPT_FREE]:
+        kept.remove(oldest)
+    return entry[1]
 
 
 def _hashable(value: Any) -> Any:

@@ -131,6 +131,10 @@ class SpeculativeEngine(Protocol):
     def why_no_speculation(self) -> str | None:
         """Why this engine takes no drafts, or None if it does."""
 
+    @property
+    def note(self) -> str | None:
+        """What a user should know of how this engine runs the model, or None."""
+
     def prefill(self, tokens: Sequence[int], progress: ProgressCallback | None = None) -> None:
         """Extend the history by `tokens` and process them; no logits are computed."""
 

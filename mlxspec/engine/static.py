@@ -12,6 +12,12 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlxspec.engine.exactness import (
+    best_class,
+    remember_classes,
+    remembered_classes,
+    width_classes,
+)
 from mlxspec.engine.exclusive import Exclusive
 from mlxspec.engine.placement import Placement, checked_tile_widths, tile_placement
 from mlxspec.engine.protocol import Capture, ProgressCallback, VerifyRows
@@ -61,6 +67,9 @@ class StaticShapeEngine:
             placement takes, see `placement.default_tile_widths`.
         placement: Where a tile starts: "free", "anchored" or "aligned", see `placement`. Default:
             "free" for attention, else what keeps the family's recurrent layers exact.
+        exact: Of a default ladder, keep the widths that compute the same bits on this device. It
+            takes a tile of each width to find out, once per model and device. Widths that you
+            name are taken as they are.
         prefill_step_size: Rows of the widest prefill tile; the others are powers of two below.
         span_step: Slots of the smallest span bucket.
         initial_capacity: Tokens to make room for at first; the state grows with use.
@@ -86,6 +95,7 @@ class StaticShapeEngine:
         max_context_length: int | None = None,
         tile_widths: Sequence[int] | None = None,
         placement: Placement | None = None,
+        exact: bool = True,
         prefill_step_size: int = DEFAULT_PREFILL_STEP_SIZE,
         span_step: int = SpanRule.step,
         initial_capacity: int = 0,
@@ -127,6 +137,9 @@ class StaticShapeEngine:
             first,
             self._capacity_for(max(1, min(initial_capacity, self._context_length))),
         )
+        self.note: str | None = None
+        if exact and tile_widths is None and placement != "aligned":
+            self._keep_equal_widths(placement, layout.is_recurrent)
 
     @property
     def vocab_size(self) -> int:
@@ -245,9 +258,10 @@ class StaticShapeEngine:
             report(0, len(ids))
             before = self._cursor
             with self._extended_history(ids), self._state.undone_on_failure(before):
-                for position in self._prefill_tiles():
-                    report(max(0, position - before), len(ids))
-                if position < len(self._history):
+                reached = before
+                for reached in self._prefill_tiles():
+                    report(max(0, reached - before), len(ids))
+                if reached < len(self._history):
                     report(len(ids), len(ids))
             self._state.pinned = self._state.position
             # Wide tiles leave wide temporaries in MLX's buffer cache, which decoding cannot use.
@@ -322,6 +336,24 @@ class StaticShapeEngine:
             else:
                 self._state.rewind(to)
 
+    def _keep_equal_widths(self, placement: Placement, recurrent: bool) -> None:
+        """Narrow the ladder to one class of widths, so that no draft length changes a bit."""
+        # A tile as wide as the context is never filled.
+        usable = tuple(width for width in self._widths if width < self._context_length)
+        classes = remembered_classes(self._model, usable)
+        if classes is None:
+            classes = width_classes(self, usable)
+            remember_classes(self._model, usable, classes)
+        kept = best_class(classes)
+        if kept == usable:
+            return
+        self.note = (
+            f"tile widths {', '.join(map(str, kept))} of {', '.join(map(str, self._widths))}: the "
+            "others round differently on this device"
+        )
+        self._widths = kept
+        self._place = tile_placement(placement, kept, self._limits, recurrent)
+
     def _tile_start(self, position: int) -> int:
         return self._place.start(position, self._state.position)
 
@@ -374,12 +406,10 @@ class StaticShapeEngine:
         each sees keys quantised or not as its first position says.
         """
         position, end = self._tile_start(self._cursor), len(self._history)
-        yield position
         for width in reversed(self._widths):
             while self._cursor - position >= width:
                 outputs = self._decode_tile(position, position + width, Capture()).outputs
                 position = self._finish_prefill_tile(outputs, position + width)
-                yield position
         for chunk in range(position, end, self._prefill_widths[0]):
             if self._quantized_at(chunk):
                 self._state.quantize()
@@ -533,11 +563,12 @@ class StaticShapeEngine:
 
     def _ring_reach(self, end: int) -> int:
         """How long a block up to `end` may be so that all of it can be rejected."""
-        start = self._tile_start(self._cursor)
+        position, start = self._cursor, self._tile_start(self._cursor)
         last_write = self._state.last_write(start)
-        position = self._cursor
+        if last_write is None:
+            return end - position
         while position < end:
-            widths = [w for w in self._widths if last_write is None or start + w <= last_write]
+            widths = [width for width in self._widths if start + width <= last_write]
             tile_end = min(end, self._place.end(start))
             reached = min(tile_end, start + max(widths, default=0))
             position = max(position, reached)

@@ -23,9 +23,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import mlx.core as mx
-import platformdirs
 from tqdm import tqdm
 
+from mlxspec.cache_dir import cache_dir
 from mlxspec.errors import DemoModelError
 from mlxspec.models.fetch import fetch_gguf, sha256_of
 from mlxspec.models.registry import DemoModel, Form, choose_form, default_variant
@@ -35,12 +35,6 @@ _CONVERSION = 1  # raised when the conversion writes something else, so that old
 _SCRATCH = ".making-"
 _LOCK = ".lock"
 _SLACK = 64 << 20  # bytes for config, tokenizer and the file system's own needs
-
-
-def cache_dir() -> Path:
-    """Where mlxspec keeps files: ``MLXSPEC_CACHE_DIR``, else the user's cache folder."""
-    chosen = os.environ.get("MLXSPEC_CACHE_DIR")
-    return Path(chosen).expanduser() if chosen else platformdirs.user_cache_path("mlxspec")
 
 
 def on_metal() -> bool:

@@ -32,6 +32,7 @@ _REFUSED_BY_ENGINE = {
     "dynamic": {
         "prompt_lookup": "the dynamic engine decodes plainly, without speculation",
         "tile_widths": "the dynamic engine has no tiles",
+        "no_exact": "the dynamic engine has no tiles",
         "kv_bits": "the dynamic engine keeps keys and values whole",
     },
     "static": {
@@ -59,6 +60,11 @@ def _is_off(name: str) -> Callable[[Namespace], bool]:
 
 
 _WITHOUT_EFFECT = (
+    _WithoutEffect(
+        "with --tile-widths, which are taken as they are",
+        ("no_exact",),
+        lambda args: bool(args.tile_widths),
+    ),
     _WithoutEffect(
         "decoding is greedy",
         (

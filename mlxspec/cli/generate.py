@@ -84,6 +84,7 @@ def _generate(loaded: Loaded, ids: list[int], args: Namespace, style: DraftStyle
         engine=args.engine,
         max_context_length=loaded.context_length,
         tile_widths=args.tile_widths,
+        exact=False if args.no_exact else None,
         prefill_step_size=args.prefill_step_size,
         **_quantization(args),
         **sampling_arguments(args, loaded.tokenizer),

@@ -313,7 +313,13 @@ def add_engine_options(parser: ArgumentParser) -> None:
         type=widths,
         metavar="W,W,...",
         help="rows that the compiled forwards may have (default: 1,2,4,8,16, or what the layers "
-        "of the model need)",
+        "of the model need, of these the ones that compute the same bits on this device)",
+    )
+    group.add_argument(
+        "--no-exact",
+        action="store_true",
+        help="use all of these widths: faster where some compute other bits, and a near tie may "
+        "then fall another way with drafts than without",
     )
     group.add_argument(
         "--max-context-length",

@@ -191,6 +191,7 @@ def test_the_options_reach_the_generation(generate: Run, passed_on: list[tuple])
         "num_draft_tokens": 5,
         "align_proposals": False,
         "tile_widths": (1, 4),
+        "exact": None,
         "max_context_length": 200,
         "prefill_step_size": 64,
         "max_tokens": 3,
@@ -199,6 +200,11 @@ def test_the_options_reach_the_generation(generate: Run, passed_on: list[tuple])
         "engine": "static",
         "prompt_progress_callback": None,
     }
+
+
+def test_no_exact_takes_every_width(generate: Run, passed_on: list[tuple]) -> None:
+    assert generate("--no-exact", "--max-tokens", 3).code == 0
+    assert passed_on[0][1]["exact"] is False
 
 
 def test_the_options_reach_the_loader(

@@ -173,6 +173,10 @@ COMBINATIONS = [
         "--tile-widths: the dynamic engine has no tiles; leave it out, or give --engine static",
     ),
     (
+        ["--no-exact", "--engine", "dynamic"],
+        "--no-exact: the dynamic engine has no tiles; leave it out, or give --engine static",
+    ),
+    (
         ["--kv-bits", "8", "--engine", "dynamic"],
         "--kv-bits: the dynamic engine keeps keys and values whole; leave it out, or give "
         "--engine static",

@@ -54,6 +54,10 @@ _CONTEXTS = [f"--{name}-context-size=9" for name in ("repetition", "presence", "
             "--seed (decoding is greedy); --kv-group-size (without --kv-bits)",
         ),
         (
+            ["--no-exact", "--tile-widths=1,4"],
+            "--no-exact (with --tile-widths, which are taken as they are)",
+        ),
+        (
             ["--prompt-lookup", "--show-drafts"],
             "--show-drafts (stdout is no terminal with colours; FORCE_COLOR=1 colours it anyway)",
         ),

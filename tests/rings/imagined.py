@@ -83,17 +83,15 @@ class ImaginedTiles:
         history = self._engine._history
         spans = self._engine._spans
         prefill = key.capture is None
-        rows = [r for r in range(start, start + key.width) if r < len(history)]
-        if not prefill:
-            # Rows past the span are padding, or computed again by the next tile.
-            rows = [r for r in rows if r < spans.span(start)]
-        assert key.span == spans.span(start + key.width - 1 if prefill else start)
+        rows = range(start, start + self._engine.imagined_rows)
+        assert tokens[: len(rows)] == history[start : rows.stop]
+        # A decode tile crosses no span; prefill takes its last row's.
+        assert key.span == spans.span(rows.stop - 1)
+        assert prefill or key.span == spans.span(start)
         after = [layer.written(start, tokens) for layer in slots]
         for rule, before, written in zip(self._layout.rules, slots, after, strict=True):
             # The last row sees all that the others see, if the window is no bound.
             for row in rows if rule.window < len(history) else rows[-1:]:
-                if tokens[row - start] != history[row]:
-                    break  # Padding from here on.
                 window = range(max(0, row - rule.window + 1), row + 1)
                 if prefill:
                     seen = before.holds([k for k in window if k < start], history)
@@ -132,6 +130,13 @@ def imagined_engine(
     layout: Any = ImaginedLayout(rules, recurrent)
     engine._state = ModelState(layout, layout, layout, engine.capacity)
     engine._tiles = {layout: ImaginedTiles(engine, layout)}
+    forward = engine._forward
+
+    def forward_of_rows(start, rows, *arguments, **options):
+        engine.imagined_rows = rows
+        return forward(start, rows, *arguments, **options)
+
+    engine._forward = forward_of_rows
     return engine
 
 

@@ -175,9 +175,25 @@ def test_a_prefill_after_drafting_runs_the_tiles_it_would_run_without(setup):
         engine.prefill(block_of(40, 6))
         return [tile for tile in tiles if tile[2]]
 
-    plain = wide_tiles_after([1] * 12)
-    assert plain == wide_tiles_after([2] * 6) == wide_tiles_after([4] * 3)
-    assert plain == wide_tiles_after([1, 4, 2, 1, 3, 1])
+    for length in (6, 9, 10, 11):
+        plain = wide_tiles_after([1] * length)
+        assert plain == wide_tiles_after([2] * (length // 2) + [1] * (length % 2))
+        assert plain == wide_tiles_after([4] * (length // 4) + [1] * (length % 4))
+        assert plain == wide_tiles_after([1] * (length % 3) + [3] * (length // 3))
+
+
+@pytest.mark.parametrize("setup", [s for s in SETUPS if s[2] != "free"], ids=str)
+def test_a_tile_at_0_begins_the_rings_anew(setup):
+    """Going back into the first tile is legal however far the rings were written before."""
+    windows, widths, placement, recurrent = setup
+    engine = imagined_engine(windows, widths, placement, recurrent=recurrent)
+    engine.prefill(block_of(60, 1))
+    engine.verify(block_of(2, 2))
+    assert engine.allows_rewind(1)
+    engine.reset(1)
+    for turn in range(30):
+        engine.verify(block_of(1, turn))
+        check_rewinds(engine)
 
 
 def test_the_error_says_that_the_rings_bound_the_block():

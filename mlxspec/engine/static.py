@@ -114,13 +114,19 @@ class StaticShapeEngine:
             max_context_length, model, self.verify_tile_width
         )
         layout, self._vocab_size = _warm_up(model, self.verify_tile_width, quantization)
-        quantized_from = None
-        if quantization is not None:
-            first_tile = self._widths[0] if layout.is_recurrent else 1
-            quantized_from = _checked_quantized_start(quantized_kv_start, first_tile)
-        self._limits = TileLimits(self._spans, quantized_from)
-        self._place = tile_placement(placement, self._widths, self._limits, layout.is_recurrent)
-        self._prefill_widths = self._place.prefill_widths(prefill_widths)
+
+        def use(widths: tuple[int, ...]) -> None:
+            """Decode in these widths: of the ladder, or a part of it."""
+            self._widths = widths
+            quantized_from = None
+            if quantization is not None:
+                first_tile = widths[0] if layout.is_recurrent else 1
+                quantized_from = _checked_quantized_start(quantized_kv_start, first_tile)
+            self._limits = TileLimits(self._spans, quantized_from)
+            self._place = tile_placement(placement, widths, self._limits, layout.is_recurrent)
+            self._prefill_widths = self._place.prefill_widths(prefill_widths)
+
+        use(self._widths)
         self._model = model
         self._weights = _weights(model)
         quantized = layout if quantization is None else layout.quantized(quantization)
@@ -139,7 +145,7 @@ class StaticShapeEngine:
         )
         self.note: str | None = None
         if exact and tile_widths is None and placement != "aligned":
-            self._keep_equal_widths(placement, layout.is_recurrent)
+            use(self._equal_widths())
 
     @property
     def vocab_size(self) -> int:
@@ -336,8 +342,8 @@ class StaticShapeEngine:
             else:
                 self._state.rewind(to)
 
-    def _keep_equal_widths(self, placement: Placement, recurrent: bool) -> None:
-        """Narrow the ladder to one class of widths, so that no draft length changes a bit."""
+    def _equal_widths(self) -> tuple[int, ...]:
+        """The part of the ladder that is one class, so that no draft length changes a bit."""
         # A tile as wide as the context is never filled.
         usable = tuple(width for width in self._widths if width < self._context_length)
         classes = remembered_classes(self._model, usable)
@@ -346,13 +352,12 @@ class StaticShapeEngine:
             remember_classes(self._model, usable, classes)
         kept = best_class(classes)
         if kept == usable:
-            return
+            return self._widths
         self.note = (
             f"tile widths {', '.join(map(str, kept))} of {', '.join(map(str, self._widths))}: the "
             "others round differently on this device"
         )
-        self._widths = kept
-        self._place = tile_placement(placement, kept, self._limits, recurrent)
+        return kept
 
     def _tile_start(self, position: int) -> int:
         return self._place.start(position, self._state.position)

@@ -164,19 +164,20 @@ def test_a_prefill_after_drafting_runs_the_tiles_it_would_run_without(setup):
 
     engine._forward = recording
 
-    def wide_tiles_after(blocks):
+    def wide_tiles_after(kept_tokens, drafted=3):
         engine.reset(0)
         engine.prefill(block_of(19, 1))
-        for length in blocks:
+        for kept in kept_tokens:
             cursor = engine.processed_token_count
-            engine.verify(block_of(min(length + 3, engine.max_verify_block_length), 5)[:8])
-            engine.reset(cursor + length)
+            engine.verify(block_of(min(kept + drafted, engine.max_verify_block_length), 5))
+            engine.reset(cursor + kept)
         del tiles[:]
         engine.prefill(block_of(40, 6))
         return [tile for tile in tiles if tile[2]]
 
     for length in (6, 9, 10, 11):
-        plain = wide_tiles_after([1] * length)
+        plain = wide_tiles_after([1] * length, drafted=0)
+        assert plain == wide_tiles_after([1] * length)
         assert plain == wide_tiles_after([2] * (length // 2) + [1] * (length % 2))
         assert plain == wide_tiles_after([4] * (length // 4) + [1] * (length % 4))
         assert plain == wide_tiles_after([1] * (length % 3) + [3] * (length // 3))

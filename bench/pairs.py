@@ -1,0 +1,117 @@
+"""Two generators timed in turns, block by block, so that a machine's mood meets both."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generate_step as mlx_lm_generate_step
+
+import mlxspec
+from mlxspec import StaticShapeEngine
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and quartiles of a sample."""
+
+    median: float
+    lower_quartile: float
+    upper_quartile: float
+
+    @staticmethod
+    def of(sample: Sequence[float]) -> Spread:
+        lower, median, upper = statistics.quantiles(sample, n=4)
+        return Spread(median, lower, upper)
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.lower_quartile:.2f} to {self.upper_quartile:.2f})"
+
+
+@dataclass(frozen=True)
+class PlainPair:
+    """Plain decoding by mlx-lm and by the static engine, milliseconds per token.
+
+    Attributes:
+        ratio: mlx-lm's time over the engine's, block by block; above 1 the engine is faster.
+        same_tokens: Whether both said the same.
+    """
+
+    mlx_lm_ms: Spread
+    mlxspec_ms: Spread
+    ratio: Spread
+    same_tokens: bool
+
+    def __str__(self) -> str:
+        return (
+            f"mlx-lm {self.mlx_lm_ms.median:.2f} ms, mlxspec {self.mlxspec_ms.median:.2f} ms, "
+            f"{self.ratio} times mlx-lm's speed, same tokens: {self.same_tokens}"
+        )
+
+
+def plain_pair(
+    model: nn.Module, prompt: mx.array, blocks: int, tokens: int, **engine_options: Any
+) -> PlainPair:
+    """Let both continue the prompt, `tokens` at a time; the first block warms up.
+
+    Args:
+        model: A model of mlx-lm.
+        prompt: Token ids, [n].
+        blocks: How many pairs of blocks are timed.
+        tokens: Tokens of one block.
+        **engine_options: Of `StaticShapeEngine`.
+    """
+    count = (blocks + 1) * tokens + 1
+    engine = StaticShapeEngine(model, max_context_length=prompt.size + count + 16, **engine_options)
+    steps: tuple[Iterator[Any], Iterator[Any]] = (
+        mlx_lm_generate_step(prompt, model, max_tokens=count),
+        mlxspec.generate_step(prompt, model, max_tokens=count, engine=engine),
+    )
+    samples: tuple[list[float], list[float]] = ([], [])
+    same = True
+    for block in range(blocks + 1):
+        # Who is first changes from block to block.
+        timed = {i: _timed(steps[i], tokens) for i in ((0, 1), (1, 0))[block % 2]}
+        same = same and timed[0][1] == timed[1][1]
+        for i in (0, 1) if block else ():
+            samples[i].append(timed[i][0])
+    ratios = [theirs / ours for theirs, ours in zip(*samples, strict=True)]
+    return PlainPair(Spread.of(samples[0]), Spread.of(samples[1]), Spread.of(ratios), same)
+
+
+def write_result(file: Path, blocks: int, tokens: int, cases: list[dict[str, Any]]) -> None:
+    """Write cases of `PlainPair` and what they were measured on as JSON."""
+    file.parent.mkdir(exist_ok=True)
+    result = {
+        "what": "plain decoding, milliseconds per token, median and quartiles over paired blocks",
+        "device": str(mx.default_device()),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "versions": {name: version(name) for name in ("mlx", "mlx-lm")},
+        "blocks": blocks,
+        "tokens_per_block": tokens,
+        "cases": cases,
+    }
+    file.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def case_of(pair: PlainPair, **facts: Any) -> dict[str, Any]:
+    """A case of a result: its facts, then its figures."""
+    return facts | asdict(pair)
+
+
+def _timed(steps: Iterator[Any], tokens: int) -> tuple[float, list[int]]:
+    """Milliseconds per token of the next tokens; what is begun beyond them is waited for."""
+    mx.synchronize()
+    begin = time.perf_counter()
+    ids = [int(next(steps)[0]) for _ in range(tokens)]
+    mx.synchronize()
+    return (time.perf_counter() - begin) / tokens * 1e3, ids

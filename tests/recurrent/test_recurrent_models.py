@@ -323,3 +323,35 @@ def test_an_anchored_ladder_need_not_begin_at_one(widths):
             ours, stats = decode(engine, prompt_of(length), COUNT, drafter)
             assert ours == expected
             assert stats.forwards == stats.rounds
+
+
+@pytest.mark.parametrize(("name", "placement"), FEW)
+def test_a_device_that_fails_empties_the_engine_and_a_new_text_is_right(
+    name, placement, monkeypatch
+):
+    """What it has computed is gone; the engine says so, and begins anew without a trace of it."""
+    engine, prompt, (tokens, rows) = (
+        engine_of(name, placement),
+        prompt_of(PROMPT),
+        plain(name, placement),
+    )
+    for call in (engine.prefill, engine.verify):
+        engine.reset(0)
+        engine.prefill(prompt_of(21, seed=4))
+        evaluate, failures = mx.eval, iter([RuntimeError("the device is lost")])
+
+        def failing(*arrays, evaluate=evaluate, failures=failures):
+            for failure in failures:
+                raise failure
+            evaluate(*arrays)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(mx, "eval", failing)
+            with pytest.raises(RuntimeError, match=r"engine was emptied.*device is lost"):
+                call(prompt_of(8, seed=5))
+        assert engine.processed_token_count == 0
+        assert list(engine.tokens) == []
+        engine.prefill(prompt[:-1])
+        row = engine.verify([prompt[-1]], Capture(logits=True))
+        assert np.array_equal(exact(row.logits)[0], rows[0])
+        assert row.argmax == tokens[:1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
@@ -95,8 +96,10 @@ def test_half_precision_equals_the_argmax_of_mlx_lms_raw_logits(name, dtype):
     model = tiny_model(name, dtype=dtype)
     if mx.default_device() == mx.cpu and _has_experts(model):
         pytest.skip("MLX multiplies gathered experts on the CPU in float32 alone")
-    found = examine(model, stock_case(model, prompt_length=17, count=64), ladder(model))
-    assert found.wrong == []
+    case = stock_case(model, prompt_length=17, count=64)
+    if np.isnan(case.rows).any():
+        pytest.skip("mlx-lm's own logits are NaN in this precision")
+    assert examine(model, case, ladder(model)).wrong == []
 
 
 @pytest.mark.parametrize("name", WITH_POSITION_TABLE)

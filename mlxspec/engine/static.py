@@ -105,6 +105,7 @@ class StaticShapeEngine:
     ):
         self._spans = SpanRule(span_step)
         quantization = None if kv_bits is None else KVQuantization(kv_bits, kv_group_size)
+        _check_quantized_start(quantized_kv_start)
         checked_tile_widths(tile_widths, placement, span_step)
         prefill_widths = _prefill_widths(prefill_step_size)
         require_static(model)
@@ -115,18 +116,19 @@ class StaticShapeEngine:
         )
         layout, self._vocab_size = _warm_up(model, self.verify_tile_width, quantization)
 
-        def use(widths: tuple[int, ...]) -> None:
+        def use(widths: tuple[int, ...], quantized: bool) -> None:
             """Decode in these widths: of the ladder, or a part of it."""
             self._widths = widths
             quantized_from = None
-            if quantization is not None:
-                first_tile = widths[0] if layout.is_recurrent else 1
-                quantized_from = _checked_quantized_start(quantized_kv_start, first_tile)
+            if quantized:
+                # mlx-lm converts after a forward, so its first one sees whole keys; so does ours.
+                quantized_from = max(quantized_kv_start, widths[0] if layout.is_recurrent else 1)
             self._limits = TileLimits(self._spans, quantized_from)
             self._place = tile_placement(placement, widths, self._limits, layout.is_recurrent)
             self._prefill_widths = self._place.prefill_widths(prefill_widths)
 
-        use(self._widths)
+        # Widths are compared on whole keys, whose tiles nothing cuts short.
+        use(self._widths, quantized=False)
         self._model = model
         self._weights = _weights(model)
         quantized = layout if quantization is None else layout.quantized(quantization)
@@ -144,8 +146,8 @@ class StaticShapeEngine:
             self._capacity_for(max(1, min(initial_capacity, self._context_length))),
         )
         self.note: str | None = None
-        if exact and tile_widths is None and placement != "aligned":
-            use(self._equal_widths())
+        equal = exact and tile_widths is None and placement != "aligned"
+        use(self._equal_widths() if equal else self._widths, quantization is not None)
 
     @property
     def vocab_size(self) -> int:
@@ -618,14 +620,9 @@ def _weights(model: nn.Module) -> list[mx.array]:
     return [array for _, array in flat]
 
 
-def _checked_quantized_start(start: int, first_tile: int) -> int:
-    """The first position that sees quantised keys.
-
-    mlx-lm converts after a forward, so its first one never does; nor does the first tile here.
-    """
+def _check_quantized_start(start: int) -> None:
     if isinstance(start, bool) or not isinstance(start, int) or start < 0:
         raise ValueError(f"quantized_kv_start: expected a position, 0 or more, got {start!r}")
-    return max(start, first_tile)
 
 
 def _warm_up(

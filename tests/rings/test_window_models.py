@@ -313,7 +313,7 @@ def test_a_window_that_depends_on_the_width_is_refused_by_name():
 
 def test_a_mask_wider_than_the_ring_is_an_error_and_not_clipped(monkeypatch):
     monkeypatch.setattr("mlxspec.engine.static.require_static", lambda model: None)
-    engine = StaticShapeEngine(tiny_model("plamo3"), max_context_length=40)
+    engine = StaticShapeEngine(tiny_model("plamo3"), max_context_length=40, tile_widths=(1,))
     with pytest.raises(ValueError, match="mask of 9 positions over a cache of 8"):
         engine.verify([1])
     assert engine.processed_token_count == 0

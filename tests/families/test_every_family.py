@@ -5,7 +5,6 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlxspec import StaticShapeEngine, UnsupportedModel
 from mlxspec.engine import support
@@ -19,7 +18,6 @@ from mlxspec.engine.support import (
 )
 from tests.families.exactness import (
     ONE_WIDTH,
-    ROUNDING,
     examine,
     ladder,
     mlx_lm_tokens,
@@ -85,7 +83,8 @@ def test_prompts_of_any_length_under_every_regime(name, regime):
     for prompt_length in (1, 2, 17, 40):
         case = stock_case(model, prompt_length, count=64)
         assert mlx_lm_tokens(model, case.prompt, 64) == case.tokens
-        assert_exact(model, examine(model, case, REGIMES[regime](model)))
+        found = examine(model, case, REGIMES[regime](model))
+        assert found.exact(case), found
 
 
 @pytest.mark.deep
@@ -110,7 +109,8 @@ def test_a_position_table_holds_to_its_very_end(name, uncompiled):
         StaticShapeEngine(model, max_context_length=limit + 1, tile_widths=(1, 8))
     case = stock_case(model, prompt_length=limit - 20, count=17)
     assert case.context_length == limit
-    assert_exact(model, examine(model, case, ladder(model, 1, 8)))
+    found = examine(model, case, ladder(model, 1, 8))
+    assert found.exact(case), found
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -150,15 +150,8 @@ def check_short_case(model):
     case = stock_case(model, prompt_length=10, count=16)
     assert mlx_lm_tokens(model, case.prompt, 16) == case.tokens
     # Two widths, of which one takes every draft.
-    assert_exact(model, examine(model, case, ladder(model, 1, 8)))
-
-
-def assert_exact(model, found):
-    """Ids and drafted rows are equal; rows are mlx-lm's, but for how windows and states add up."""
-    assert found.wrong == []
-    assert found.row_difference == 0
-    only_full_attention = all(type(cache) is KVCache for cache in make_prompt_cache(model))
-    assert found.stock_difference <= (0 if only_full_attention else ROUNDING)
+    found = examine(model, case, ladder(model, 1, 8))
+    assert found.exact(case), found
 
 
 def _has_experts(model) -> bool:

@@ -8,6 +8,7 @@ from mlxspec._version import __version__
 if TYPE_CHECKING:
     from mlxspec.decoding import (
         Emission,
+        Sampling,
         SpeculationStats,
         SpeculativeDecoder,
         SpeculativeDecodingOptions,
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
         SpeculativeEngine,
         StaticShapeEngine,
         VerifyRows,
+        forget_engines,
     )
     from mlxspec.errors import (
         DemoModelError,
@@ -50,6 +52,7 @@ __all__ = [
     "PromptLookup",
     "RewindRefused",
     "RowScan",
+    "Sampling",
     "SpeculationStats",
     "SpeculativeDecoder",
     "SpeculativeDecodingOptions",
@@ -58,6 +61,7 @@ __all__ = [
     "UnsupportedModel",
     "VerifyRows",
     "__version__",
+    "forget_engines",
     "generate",
     "generate_step",
     "load",

@@ -174,11 +174,12 @@ def _sampling(options: Mapping[str, Any]) -> tuple[Sampling, list[str]]:
                 raise ValueError(f"{name}={value!r} cannot be honoured: {reason}")
         else:
             raise TypeError(f"unexpected keyword argument {name!r}")
-    asked = {
-        name: value
+    plain = {
+        name: value.item() if hasattr(value, "item") else value
         for name, value in options.items()
-        if name in names and not any(value is n or value == n for n in _ASKS_NOTHING[name])
+        if name in names
     }
+    asked = {name: value for name, value in plain.items() if value not in _ASKS_NOTHING[name]}
     sampling = Sampling(**asked)
     if sampling.greedy:
         idle += [f"{name} (decoding is greedy)" for name in asked]

@@ -58,7 +58,9 @@ def generate_step(
     Returns:
         A generator of (token id, log-probabilities [vocab] in the model's dtype, whether it was
         drafted). The log-probabilities are lazy: nothing is computed for them unless they are
-        used. Close the generator, or let it end, before you use its engine for something else.
+        used, and until then they keep their tile's logits in memory and belong to the thread
+        that drew them from the generator. Close the generator, or let it end, before you use its
+        engine for something else. Weights changed in place go unnoticed: see `forget_engines`.
 
     Raises:
         ValueError: An argument is out of range or cannot be honoured.
@@ -81,6 +83,7 @@ def stream_generate(
     prompt: str | Sequence[int] | mx.array | np.ndarray,
     max_tokens: int = 256,
     *,
+    stop_tokens: Collection[int] = (),
     stop_strings: Sequence[str] = (),
     prompt_progress_callback: ProgressCallback | None = None,
     **options: Any,
@@ -92,6 +95,7 @@ def stream_generate(
         tokenizer: Its tokenizer: mlx-lm's wrapper, or one of transformers.
         prompt: Text, or token ids [n].
         max_tokens: Most tokens to emit; -1 goes on until the context ends.
+        stop_tokens: Ids that end the text beside the tokenizer's own end tokens.
         stop_strings: What ends the text; none of it is in the text. The token that completes one
             is the last.
         prompt_progress_callback: Called with (prompt tokens processed, prompt tokens).
@@ -109,9 +113,8 @@ def stream_generate(
         tokenizer = TokenizerWrapper(tokenizer)
     stops = StopStrings(stop_strings)
     ids = encode(tokenizer, prompt) if isinstance(prompt, str) else prompt
-    emissions, stats = _begin(
-        model, ids, max_tokens, tokenizer.eos_token_ids, prompt_progress_callback, options
-    )
+    ends = [*tokenizer.eos_token_ids, *stop_tokens]
+    emissions, stats = _begin(model, ids, max_tokens, ends, prompt_progress_callback, options)
     return _responses(model, tokenizer, len(ids), emissions, stops, stats)
 
 

@@ -43,7 +43,9 @@ class Verdict:
         device: What MLX calls the device.
         versions: Of mlx and mlx-lm.
         tokens: How many tokens were generated.
-        classes: Groups of tile widths whose rows are equal bit for bit.
+        classes: Groups of the ladder's widths whose rows are equal bit for bit.
+        widths: Those that are decoded in.
+        note: What the engine has to say about itself, or None.
         checks: Every comparison.
     """
 
@@ -51,6 +53,8 @@ class Verdict:
     versions: dict[str, str]
     tokens: int
     classes: list[tuple[int, ...]]
+    widths: tuple[int, ...]
+    note: str | None
     checks: list[Check]
 
     @property
@@ -124,9 +128,13 @@ def verify_model(
     theirs = [int(token) for token, _ in steps]
     checks.append(_compare(engine, "mlx-lm's own text", text, theirs, len(prompt), False))
     say("widths")
-    classes = width_classes(engine, engine.tile_widths)
+    # Measured anew, over the whole ladder: what an engine remembers is not proved by being asked.
+    probe = StaticShapeEngine(model, exact=False, **engine_options)
+    usable = tuple(w for w in probe.tile_widths if w < probe.max_context_length)
+    classes = width_classes(probe, usable)
     versions = {name: version(name) for name in ("mlx", "mlx-lm")}
-    return Verdict(str(mx.default_device()), versions, len(plain), classes, checks)
+    device = str(mx.default_device())
+    return Verdict(device, versions, len(plain), classes, engine.tile_widths, engine.note, checks)
 
 
 def _drafters(text: list[int], vocab_size: int) -> dict[str, Drafter]:

@@ -36,6 +36,7 @@ class ScriptedEngine:
         self.prefill_forward_count = 0
         self._history: list[int] = []
         self.lease = Exclusive().lease
+        self.call_count = 0
 
     @property
     def tokens(self) -> TokenView:
@@ -56,10 +57,12 @@ class ScriptedEngine:
         return self.max_context_length - 1 - len(self._history)
 
     def prefill(self, tokens, progress=None) -> None:
+        self.call_count += 1
         self._history += token_ids(tokens, self.vocab_size, "prefill")
         self.prefill_forward_count += 1
 
     def verify(self, block, capture=Capture(), noise_key=None) -> VerifyRows:  # noqa: B008
+        self.call_count += 1
         argmax = []
         for token in token_ids(block, self.vocab_size, "verify"):
             self._history.append(token)
@@ -75,4 +78,5 @@ class ScriptedEngine:
 
     def reset(self, to: int) -> None:
         assert self.allows_rewind(to)
+        self.call_count += 1
         del self._history[to:]

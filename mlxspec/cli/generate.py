@@ -6,11 +6,11 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 from mlxspec.cli import options
 from mlxspec.cli.checks import TEMPLATE_OPTIONS, idle, refuse_combinations, without_effect
-from mlxspec.cli.exits import run_command, warn
+from mlxspec.cli.exits import UsageError, run_command, warn
 from mlxspec.cli.loading import Loaded, load_for
 from mlxspec.cli.output import DraftStyle, draft_style, prefill_progress, print_text
 from mlxspec.cli.prompts import prompt_ids, prompt_text, refuse_length
@@ -72,28 +72,32 @@ def _generate(loaded: Loaded, ids: list[int], args: Namespace, style: DraftStyle
     _print_any_character(sys.stdout)
     # Reading the weights is no part of the prompt's time.
     mx.eval(loaded.model.parameters())
-    responses = stream_generate(
-        loaded.model,
-        loaded.tokenizer,
-        ids,
-        max_tokens=args.max_tokens,
-        stop_strings=args.stop,
-        drafter=options.lookup_drafter(args),
-        num_draft_tokens=args.num_draft_tokens,
-        align_proposals=not args.no_align_proposals,
-        engine=args.engine,
-        max_context_length=loaded.context_length,
-        tile_widths=args.tile_widths,
-        exact=False if args.no_exact else None,
-        prefill_step_size=args.prefill_step_size,
-        **_quantization(args),
-        **sampling_arguments(args, loaded.tokenizer),
-        prompt_progress_callback=prefill_progress(sys.stderr),
-    )
+    arguments = _quantization(args) | sampling_arguments(args, loaded.tokenizer)
+    try:
+        responses = stream_generate(
+            loaded.model,
+            loaded.tokenizer,
+            ids,
+            max_tokens=args.max_tokens,
+            stop_strings=args.stop,
+            drafter=options.lookup_drafter(args),
+            num_draft_tokens=args.num_draft_tokens,
+            align_proposals=not args.no_align_proposals,
+            engine=args.engine,
+            max_context_length=loaded.context_length,
+            tile_widths=args.tile_widths,
+            exact=False if args.no_exact else None,
+            prefill_step_size=args.prefill_step_size,
+            prompt_progress_callback=prefill_progress(sys.stderr),
+            **arguments,
+        )
+    except ValueError as problem:
+        # What only the engine can know, such as the widths that this device leaves it.
+        raise UsageError(str(problem)) from problem
     return print_text(responses, style, report if args.verbose else None)
 
 
-def _quantization(args: Namespace) -> dict[str, int]:
+def _quantization(args: Namespace) -> dict[str, Any]:
     """How keys and values are quantized; the other options mean nothing without --kv-bits."""
     names = ("kv_bits", "kv_group_size", "quantized_kv_start") if args.kv_bits else ()
     return {name: getattr(args, name) for name in names}

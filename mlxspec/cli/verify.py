@@ -120,6 +120,8 @@ def table(model: str, verdict: Verdict) -> str:
         lines.append(f"  {check.name:<{name_width}}  {word:<8} {check.detail}")
     classes = " | ".join(", ".join(map(str, group)) for group in verdict.classes)
     lines += ["", f"Tile widths whose rows are equal bit for bit: {classes}"]
+    if verdict.note:
+        lines.append(f"Engine: {verdict.note}")
     if verdict.passed:
         lines.append("Speculation changes nothing here.")
     else:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
 from mlxspec.decoding.sampling import Purpose, Sampling, row_keys, uniform
 from mlxspec.engine.protocol import Capture, VerifyRows
+from mlxspec.errors import NonFiniteLogits
 from mlxspec.scan import LogitRowScan
+from mlxspec.scan.mlx_form import soft_cap
 
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
@@ -62,8 +64,9 @@ class ModelsChoice:
     @property
     def capture(self) -> Capture:
         """The tile's own choice, and the logits only where log-probabilities are wanted."""
-        scores = None if self.sampling.greedy else self.sampling
-        return Capture(logits=self.with_logprobs, scores=scores)
+        if self.sampling.greedy:
+            return Capture(logits=self.with_logprobs, raw=self.with_logprobs)
+        return Capture(logits=self.with_logprobs, scores=self.sampling)
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Nothing to remember."""
@@ -115,8 +118,12 @@ class CallersChoice:
             logits = rows.logits[row : row + 1]
             for processor in self._processors:
                 logits = processor(self._tokens, logits)
-            logprobs = logits - mx.logsumexp(logits, keepdims=True)
+            logprobs = normalised(logits)
             token = self._choose(logits, logprobs, position + row)
+            if token == 0 and mx.isnan(logits).all().item():
+                raise NonFiniteLogits(
+                    f"the logits processors left no number in the row of position {position + row}"
+                )
             if self._processors:
                 self._tokens = mx.concatenate([self._tokens, mx.array([token], mx.int32)])
             yield Choice(token, logprobs[0])
@@ -125,8 +132,8 @@ class CallersChoice:
 
     def _choose(self, logits: mx.array, logprobs: mx.array, position: int) -> int:
         if self._sampler is not None:
-            chosen: int = self._sampler(logprobs).item()  # type: ignore[assignment]
-            return chosen
+            chosen: Any = self._sampler(logprobs)
+            return int(chosen.item() if hasattr(chosen, "item") else chosen)
         if self._sampling.greedy:
             scores = logits
         else:
@@ -204,4 +211,11 @@ class RejectionSampling:
 def log_probabilities(rows: VerifyRows, row: int) -> mx.array:
     """A row of log-probabilities as mlx-lm gives it, [vocab] in the logits' dtype; lazy."""
     assert rows.logits is not None
-    return rows.logits[row] - mx.logsumexp(rows.logits[row], keepdims=True)
+    logits = rows.logits[row]
+    return normalised(logits if rows.cap is None else soft_cap(logits, rows.cap))
+
+
+def normalised(logits: mx.array) -> mx.array:
+    """Logits of one row as log-probabilities, in their dtype and shape; NaN counts as -inf."""
+    cleaned = mx.where(mx.isnan(logits), mx.array(-mx.inf, logits.dtype), logits)
+    return cleaned - mx.logsumexp(cleaned, keepdims=True)

@@ -10,19 +10,20 @@ import time
 import warnings
 from collections.abc import Collection, Generator, Sequence
 from importlib.metadata import version
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 from mlxspec.decoding.acceptance import Acceptance, ModelsChoice
+from mlxspec.decoding.numbers import whole_number
 from mlxspec.decoding.options import SpeculativeDecodingOptions
 from mlxspec.decoding.sampling import noise_key
 from mlxspec.decoding.stats import SpeculationStats
 from mlxspec.drafting import Drafter
 from mlxspec.engine.protocol import ProgressCallback, SpeculativeEngine, VerifyRows
 from mlxspec.engine.tokens import TokenView, token_ids
-from mlxspec.errors import DrafterError, EngineBusy, NonFiniteLogits
+from mlxspec.errors import DrafterError, EngineBusy, NonFiniteLogits, RewindRefused
 
 FinishReason = Literal["stop", "length"]
 
@@ -80,6 +81,7 @@ class SpeculativeDecoder:
         self.stats.why_off = self._why_off()
         self.stats.note = engine.note
         self._noise_key = noise_key(seed)
+        self._calls = engine.call_count
 
     def generate(
         self,
@@ -110,7 +112,8 @@ class SpeculativeDecoder:
         """
         ids = token_ids(prompt, self.engine.vocab_size, "prompt")
         self._check(ids, max_tokens)
-        emissions = self._generate(ids, max_tokens, frozenset(stop_tokens), progress)
+        max_tokens = int(max_tokens)
+        emissions = self._generate(ids, max_tokens, _token_set(stop_tokens), progress)
         next(emissions)
         return emissions
 
@@ -151,6 +154,7 @@ class SpeculativeDecoder:
             # 0 * NaN is NaN: on CPU a draft that is no number reaches the rows that do not even
             # see it. Without it the model says what it says by itself.
             self.engine.reset(cursor)
+            self._calls = self.engine.call_count
             draft = []
             rows = self._verify([anchor])
         self.stats.rounds += 1
@@ -183,11 +187,13 @@ class SpeculativeDecoder:
                 f"prompt: {len(prompt)} tokens leave no room for an answer in a context of "
                 f"{self.engine.max_context_length}; shorten the prompt or raise max_context_length"
             )
-        if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < -1:
+        try:
+            count = whole_number("max_tokens", max_tokens, -1)
+        except ValueError:
             raise ValueError(
                 f"max_tokens: expected a positive number, or -1 for no limit, got {max_tokens!r}"
-            )
-        if max_tokens == 0:
+            ) from None
+        if count == 0:
             raise ValueError("max_tokens: 0 would emit nothing; use -1 for no limit")
 
     def _why_off(self) -> str | None:
@@ -210,6 +216,7 @@ class SpeculativeDecoder:
             self.drafter.reset()
         self.acceptance.begin(prompt)
         engine.prefill(prompt[:-1], _counting_anchor(progress))
+        self._calls = engine.call_count
         stats.prompt_tokens += len(prompt)
         stats.prefill_forwards += engine.prefill_forward_count - forwards
         stats.traces += engine.trace_count - traces
@@ -234,7 +241,9 @@ class SpeculativeDecoder:
     def _verify(self, block: list[int]) -> VerifyRows:
         begin = time.perf_counter()
         traces = self.engine.trace_count
+        self._refuse_intruders()
         rows = self.engine.verify(block, self.acceptance.capture, self._noise_key)
+        self._calls = self.engine.call_count
         self.stats.forwards += rows.forwards
         self.stats.traces += self.engine.trace_count - traces
         self.stats.compiled = self.engine.compiled
@@ -243,13 +252,21 @@ class SpeculativeDecoder:
 
     def _rewind(self, cursor: int, block: int, emitted: int) -> None:
         """Leave the engine at what was emitted but for the newest token."""
-        reached = self.engine.processed_token_count
-        if reached != cursor + block:
+        self._refuse_intruders()
+        try:
+            self.engine.reset(cursor + emitted)
+        except RewindRefused:
+            # Only an engine that takes no drafts refuses, and only where nothing was emitted
+            # since something failed: what failed is the news, and the state is gone.
+            self.engine.reset(0)
+        self._calls = self.engine.call_count
+
+    def _refuse_intruders(self) -> None:
+        if self.engine.call_count != self._calls:
             raise EngineBusy(
-                f"somebody else used this engine between two tokens: it covers {reached} tokens "
-                f"where {cursor + block} were left; give every sequence an engine of its own"
+                "somebody else used this engine between two tokens, so what it holds is not this "
+                "text; give every sequence an engine of its own"
             )
-        self.engine.reset(cursor + emitted)
 
     def _require_number(self, rows: VerifyRows, row: int, cursor: int) -> None:
         """Refuse to choose from a row without a number; say once that a row had some NaNs."""
@@ -283,6 +300,14 @@ def finish_reason(token: int, stop_tokens: frozenset[int], wanted: int) -> Finis
     if token in stop_tokens:
         return "stop"
     return "length" if wanted <= 0 else None
+
+
+def _token_set(tokens: Collection[int] | mx.array | np.ndarray) -> frozenset[int]:
+    """Token ids of any kind of whole number; those no model emits do no harm."""
+    values: Any = tokens.tolist() if isinstance(tokens, mx.array | np.ndarray) else tokens
+    if isinstance(values, int):
+        values = [values]
+    return frozenset(whole_number("stop_tokens", token, 0) for token in values)
 
 
 def _checked_proposal(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mlxspec.decoding.numbers import whole_number
+
 DEFAULT_NUM_DRAFT_TOKENS = 7
 
 
@@ -22,9 +24,8 @@ class SpeculativeDecodingOptions:
     align_proposals: bool = True
 
     def __post_init__(self) -> None:
-        count = self.num_draft_tokens
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise ValueError(f"num_draft_tokens: expected 0 or more tokens, got {count!r}")
+        count = whole_number("num_draft_tokens", self.num_draft_tokens, 0)
+        object.__setattr__(self, "num_draft_tokens", count)
         if not isinstance(self.align_proposals, bool):
             raise ValueError(
                 f"align_proposals: expected True or False, got {self.align_proposals!r}"

@@ -15,7 +15,19 @@ from enum import IntEnum
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
+from mlxspec.decoding.numbers import real_number, whole_number
+
 MAX_SEED = 2**64 - 1
+LEAST_TEMPERATURE = 1e-5
+# The largest value of every real option, and the least of every whole one.
+_REAL_OPTIONS = {
+    "temp": math.inf,
+    "top_p": 1.0,
+    "min_p": 1.0,
+    "xtc_probability": 1.0,
+    "xtc_threshold": 0.5,
+}
+_WHOLE_OPTIONS = {"top_k": 0, "min_tokens_to_keep": 1}
 
 
 class Purpose(IntEnum):
@@ -57,28 +69,15 @@ class Sampling:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "xtc_special_tokens", tuple(self.xtc_special_tokens or ()))
-        ranges = {
-            "temp": (self.temp, 0.0, math.inf),
-            "top_p": (self.top_p, 0.0, 1.0),
-            "min_p": (self.min_p, 0.0, 1.0),
-            "xtc_probability": (self.xtc_probability, 0.0, 1.0),
-            "xtc_threshold": (self.xtc_threshold, 0.0, 0.5),
-        }
-        for name, (value, low, high) in ranges.items():
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, int | float)
-                or not low <= value <= high
-                or math.isinf(value)
-            ):
-                upper = "" if math.isinf(high) else f" to {high:g}"
-                raise ValueError(f"{name}: expected a number from {low:g}{upper}, got {value!r}")
-        for name, count, least in (
-            ("top_k", self.top_k, 0),
-            ("min_tokens_to_keep", self.min_tokens_to_keep, 1),
-        ):
-            if isinstance(count, bool) or not isinstance(count, int) or count < least:
-                raise ValueError(f"{name}: expected a whole number from {least} on, got {count!r}")
+        for name, most in _REAL_OPTIONS.items():
+            object.__setattr__(self, name, real_number(name, getattr(self, name), 0.0, most))
+        for name, least in _WHOLE_OPTIONS.items():
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), least))
+        if 0 < self.temp < LEAST_TEMPERATURE:
+            raise ValueError(
+                f"temp: expected 0 (greedy) or at least {LEAST_TEMPERATURE:g}, below which the "
+                f"scores overflow, got {self.temp!r}"
+            )
 
     @property
     def greedy(self) -> bool:
@@ -138,10 +137,12 @@ def noise_key(seed: int) -> mx.array:
     Raises:
         ValueError: The seed is not a whole number from 0 to 2**64 - 1.
     """
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= MAX_SEED:
-        raise ValueError(f"seed: expected a whole number from 0 to 2**64 - 1, got {seed!r}")
+    seed = whole_number("seed", seed, 0, MAX_SEED)
     # Hashed once, so that neighbouring seeds do not meet neighbouring positions' keys.
-    return mx.random.split(mx.random.key(seed), 1)[0]
+    key = mx.random.split(mx.random.key(seed), 1)[0]
+    # Computed here: a graph left to compute belongs to the thread that built it.
+    mx.eval(key)
+    return key
 
 
 def row_keys(noise_key: mx.array, positions: mx.array, purpose: Purpose) -> mx.array:

@@ -78,8 +78,8 @@ class SpeculationStats:
                 f"{_counted(self.forwards_saved, 'forward')} saved "
                 f"({self.tokens_per_forward:.2f} tokens per forward)"
             )
-            if self.compiled is False:
-                line += "; uncompiled: MLX found no C++ compiler"
+        if self.compiled is False and self.traces:
+            line += "; uncompiled: MLX compiles nothing here (on Linux it needs a C++ compiler)"
         lines = [line, self.note and f"Engine: {self.note}"]
         if self.seed is not None:
             lines.append(f"Seed: {self.seed}")

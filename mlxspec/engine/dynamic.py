@@ -87,6 +87,16 @@ class DynamicShapeEngine:
         return min(1, self._context_length - 1 - len(self._history))
 
     @property
+    def call_count(self) -> int:
+        """Calls of `prefill`, `verify` and `reset` so far."""
+        return self._exclusive.call_count
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that is run."""
+        return self._model
+
+    @property
     def forward_count(self) -> int:
         """Decode forwards since the engine was made."""
         return self._forward_count
@@ -151,6 +161,8 @@ class DynamicShapeEngine:
             ValueError: The block is not exactly one token of the vocabulary, or the context is
                 full. The engine is as it was.
             EngineBusy: Another thread is inside the engine.
+
+        A forward that fails on its way leaves the engine empty.
         """
         with self._exclusive.call("verify"):
             ids = token_ids(block, self._vocab_size, "verify")
@@ -163,26 +175,35 @@ class DynamicShapeEngine:
                     f"verify: the context of {self._context_length} tokens is full; shorten the "
                     "input or raise max_context_length"
                 )
-            logits = self._model(mx.array([ids]), cache=self._caches)[:, -1]
-            rows = LogitRowScan(top_k=capture.top_k)(logits)
-            choice = rows.argmax
-            if capture.scores is not None:
-                if noise_key is None:
-                    noise_key = mx.array([0, 0], mx.uint32)
-                position = mx.array([len(self._history) + 1])
-                choice = LogitRowScan()(capture.scores(logits, position, noise_key)).argmax
-            head: Any = mx.stack([choice, rows.nan_count]).tolist()
-            argmax, nan_count = head
-            self._history += ids
-            self._forward_count += 1
-            return VerifyRows(
-                argmax,
-                nan_count,
-                1,
-                logits if capture.logits else None,
-                rows.top_values,
-                rows.top_indices,
-            )
+            try:
+                return self._verified(ids, capture, noise_key)
+            except BaseException:
+                # How far a forward that failed moved the caches, nobody can tell.
+                self._caches = make_prompt_cache(self._model)
+                self._history.clear()
+                raise
+
+    def _verified(self, ids: list[int], capture: Capture, noise_key: mx.array | None) -> VerifyRows:
+        logits = self._model(mx.array([ids]), cache=self._caches)[:, -1]
+        rows = LogitRowScan(top_k=capture.top_k)(logits)
+        choice = rows.argmax
+        if capture.scores is not None:
+            if noise_key is None:
+                noise_key = mx.array([0, 0], mx.uint32)
+            position = mx.array([len(self._history) + 1])
+            choice = LogitRowScan()(capture.scores(logits, position, noise_key)).argmax
+        head: Any = mx.stack([choice, rows.nan_count]).tolist()
+        argmax, nan_count = head
+        self._history += ids
+        self._forward_count += 1
+        return VerifyRows(
+            argmax,
+            nan_count,
+            1,
+            logits if capture.logits else None,
+            rows.top_values,
+            rows.top_indices,
+        )
 
     def allows_rewind(self, to: int) -> bool:
         """Whether `reset(to)` would succeed: always to 0, else where mlx-lm can trim its caches."""

@@ -21,35 +21,53 @@ from mlx.utils import tree_flatten
 from mlxspec.cache_dir import cache_dir
 from mlxspec.engine.protocol import Capture, SpeculativeEngine
 
+# Raised when another measurement is made, so that an old answer is not taken for the new one.
+_MEASUREMENT = 2
 # Environment variables that choose kernels.
 _KERNEL_CHOICES = ("MLX_SDPA_BLOCKS", "MLX_METAL_FAST_SYNCH", "LD_PRELOAD", "OPENBLAS_CORETYPE")
 
 
 def width_classes(engine: SpeculativeEngine, widths: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Groups of widths whose rows are equal bit for bit, by one tile of each from position 0.
+    """Groups of widths whose rows are equal bit for bit, at every index of a row.
 
-    Row i of every tile computes the same token at the same position, so only the width differs.
+    One tile of each width computes the first positions. A second tile of each starts in the
+    middle of the first, so that the same positions fall on other rows: a width whose own rows
+    differ is equal to nothing, itself included. Short contexts and unquantised keys are all it
+    looks at; kernels that change with the length of the context are not met.
 
     Args:
         engine: A fresh engine whose ladder has these widths; it is emptied afterwards.
         widths: Ascending.
 
     Returns:
-        The groups, each ascending; a width stands in the first group that it is equal to.
+        The groups, each ascending; a width stands in the first group that it is equal to, and one
+        whose own rows differ in none.
     """
-    tokens = [(37 * i + 11) % engine.vocab_size for i in range(widths[-1])]
-    rows: dict[int, mx.array] = {}
-    for width in widths:
+    tokens = [(37 * i + 11) % engine.vocab_size for i in range(widths[-1] + widths[-1] // 2)]
+
+    def rows(*blocks: list[int]) -> mx.array:
+        """Logits of the last block's rows after a fresh start with the others."""
         engine.reset(0)
-        logits = engine.verify(tokens[:width], Capture(logits=True)).logits
+        for block in blocks:
+            logits = engine.verify(block, Capture(logits=True)).logits
         assert logits is not None
-        rows[width] = logits
+        return logits
+
+    first: dict[int, mx.array] = {}
+    for width in widths:
+        first[width] = rows(tokens[:width])
+        middle = width // 2
+        if middle and middle + width <= engine.max_context_length - 1:
+            shifted = rows(tokens[:middle], tokens[middle : middle + width])
+            common = width - middle
+            if not mx.array_equal(shifted[:common], first[width][middle:], equal_nan=True):
+                del first[width]
     engine.reset(0)
     classes: list[list[int]] = []
-    for width in widths:
+    for width, own in first.items():
         for group in classes:
             common = min(width, group[-1])
-            if mx.array_equal(rows[width][:common], rows[group[-1]][:common], equal_nan=True):
+            if mx.array_equal(own[:common], first[group[-1]][:common], equal_nan=True):
                 group.append(width)
                 break
         else:
@@ -62,45 +80,51 @@ def best_class(classes: list[tuple[int, ...]]) -> tuple[int, ...]:
     return max(classes, key=lambda group: (len(group), group[-1]))
 
 
-def remembered_classes(model: nn.Module, widths: tuple[int, ...]) -> list[tuple[int, ...]] | None:
-    """What was measured before for this device, model and MLX; None if nothing was."""
+def remembered_classes(circumstances: dict[str, Any]) -> list[tuple[int, ...]] | None:
+    """What was measured before in these circumstances; None if nothing was."""
     try:
-        stored = json.loads(_file_for(model, widths).read_text())
+        stored = json.loads(_file_for(circumstances).read_text())
         return [tuple(int(width) for width in group) for group in stored["classes"]]
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def remember_classes(
-    model: nn.Module, widths: tuple[int, ...], classes: list[tuple[int, ...]]
-) -> None:
+def remember_classes(circumstances: dict[str, Any], classes: list[tuple[int, ...]]) -> None:
     """Keep a measurement; where the cache cannot be written it is measured again next time."""
-    file = _file_for(model, widths)
+    file = _file_for(circumstances)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         scratch = file.with_suffix(f".{os.getpid()}")
-        scratch.write_text(json.dumps({"classes": classes} | _circumstances(model, widths)))
+        scratch.write_text(json.dumps({"classes": classes} | circumstances))
         scratch.replace(file)
     except OSError:
         return
 
 
-def _file_for(model: nn.Module, widths: tuple[int, ...]) -> Path:
-    key = json.dumps(_circumstances(model, widths), sort_keys=True).encode()
-    return cache_dir() / "widths" / f"{hashlib.sha256(key).hexdigest()[:32]}.json"
+def measured_in(model: nn.Module, **engine: Any) -> dict[str, Any]:
+    """All that decides which kernels run, and so what a measurement is worth.
 
-
-def _circumstances(model: nn.Module, widths: tuple[int, ...]) -> dict[str, Any]:
-    """All that decides which kernels run."""
+    Args:
+        model: Its class, arguments, and the shapes and dtypes of its weights count.
+        **engine: How the engine runs it: widths, placement, span step; JSON values.
+    """
     flat: Any = tree_flatten(model.parameters())
     shapes = "".join(f"{name}{array.shape}{array.dtype}" for name, array in flat)
+    kinds = "".join(f"{name}{type(module).__name__}" for name, module in model.named_modules())
+    structure = f"{getattr(model, 'args', '')!r}{shapes}{kinds}"
     return {
-        "widths": list(widths),
+        "measurement": _MEASUREMENT,
+        "engine": engine,
         "model": type(model).__module__,
-        "weights": hashlib.sha256(shapes.encode()).hexdigest(),
+        "structure": hashlib.sha256(structure.encode()).hexdigest(),
         "mlx": version("mlx"),
         "device": str(mx.default_device()),
         "hardware": str(mx.device_info().get("device_name", "")),
         "system": [platform.system(), platform.release(), platform.machine()],
         "environment": {name: os.environ.get(name, "") for name in _KERNEL_CHOICES},
     }
+
+
+def _file_for(circumstances: dict[str, Any]) -> Path:
+    key = json.dumps(circumstances, sort_keys=True).encode()
+    return cache_dir() / "widths" / f"{hashlib.sha256(key).hexdigest()[:32]}.json"

@@ -17,12 +17,14 @@ class Exclusive:
     def __init__(self) -> None:
         self._call = threading.Lock()
         self._sequence = threading.Lock()
+        self.call_count = 0
 
     @contextmanager
     def call(self, name: str) -> Iterator[None]:
         """Run one state-changing call; another one at the same time raises `EngineBusy`."""
         if not self._call.acquire(blocking=False):
             raise EngineBusy(f"{name}: another thread is inside this engine; {_ADVICE}")
+        self.call_count += 1
         try:
             yield
         finally:

@@ -19,6 +19,15 @@ ENGINE_KINDS: dict[str, Callable[..., Engine]] = {
 }
 # The engines hang on the model itself, so that both are freed together.
 _ATTRIBUTE = "_mlxspec_engines"
+
+
+class _Kept(list[tuple[object, Engine]]):
+    """A model's engines. A deep copy of the model has none: they run the original."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Kept:
+        return _Kept()
+
+
 # Engines nobody uses that are kept per model, the latest used last: each holds a state.
 _KEPT_FREE = 4
 
@@ -43,9 +52,11 @@ def engine_for(model: nn.Module, kind: str = "static", **options: Any) -> Engine
         raise ValueError(f"engine: expected 'static' or 'dynamic', got {kind!r}")
     options = {name: value for name, value in options.items() if value is not None}
     key = (kind, tuple(sorted((name, _hashable(value)) for name, value in options.items())))
-    kept: list[tuple[object, Engine]] = model.__dict__.setdefault(_ATTRIBUTE, [])
+    kept: _Kept = model.__dict__.setdefault(_ATTRIBUTE, _Kept())
     kept[:] = [entry for entry in kept if entry[1].leased or entry[1].weights_unchanged]
-    entry = next((e for e in reversed(kept) if e[0] == key and not e[1].leased), None)
+    # A shallow copy shares the list, and is another model.
+    own = (entry for entry in reversed(kept) if entry[0] == key and entry[1].model is model)
+    entry = next((entry for entry in own if not entry[1].leased), None)
     if entry is None:
         entry = (key, ENGINE_KINDS[kind](model, **options))
     else:
@@ -55,6 +66,15 @@ def engine_for(model: nn.Module, kind: str = "static", **options: Any) -> Engine
     for oldest in free[:-_KEPT_FREE]:
         kept.remove(oldest)
     return entry[1]
+
+
+def forget_engines(model: nn.Module) -> None:
+    """Let go of the engines kept with a model, and of the memory of their states.
+
+    Needed only after weights were changed in place (`weight *= 2`), which cannot be noticed: the
+    graphs of an engine hold the weights as constants. New arrays in their place are noticed.
+    """
+    model.__dict__.pop(_ATTRIBUTE, None)
 
 
 def _hashable(value: Any) -> Any:

@@ -42,11 +42,14 @@ class Capture:
         logits: Bring the logits themselves.
         top_k: Bring this many of the largest logits of every row and their ids; 0 brings none.
         scores: What to take the argmax of; None is the logits.
+        raw: Bring the logits as they are before the model's final soft cap, which `VerifyRows.cap`
+            then names: the scan caps as it reads, and nobody else may need them capped.
     """
 
     logits: bool = False
     top_k: int = 0
     scores: RowScores | None = None
+    raw: bool = False
 
     def __post_init__(self) -> None:
         if self.top_k < 0:
@@ -63,6 +66,7 @@ class VerifyRows:
         nan_count: How many logits of each row were NaN, [len(block)].
         forwards: How many forwards the block took; 1 for an aligned block.
         logits: [len(block), vocab] in the model's dtype, if captured.
+        cap: The final soft cap that `logits` have not gone through yet; None if there is none.
         top_values: [len(block), k] float, largest first, if captured.
         top_indices: [len(block), k] uint32, the ids of `top_values`, if captured.
     """
@@ -73,6 +77,7 @@ class VerifyRows:
     logits: mx.array | None = None
     top_values: mx.array | None = None
     top_indices: mx.array | None = None
+    cap: float | None = None
 
 
 @runtime_checkable
@@ -110,6 +115,10 @@ class SpeculativeEngine(Protocol):
     @property
     def max_verify_block_length(self) -> int:
         """The longest block `verify` takes from the present cursor, in however many forwards."""
+
+    @property
+    def call_count(self) -> int:
+        """Calls of `prefill`, `verify` and `reset` so far: who made the last one can tell."""
 
     @property
     def forward_count(self) -> int:

@@ -14,6 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlxspec.engine.exactness import (
     best_class,
+    measured_in,
     remember_classes,
     remembered_classes,
     width_classes,
@@ -146,8 +147,11 @@ class StaticShapeEngine:
             self._capacity_for(max(1, min(initial_capacity, self._context_length))),
         )
         self.note: str | None = None
+        self.width_classes: list[tuple[int, ...]] | None = None
+        if placement == "aligned":
+            self.note = f"aligned tiles: plain decoding computes {self._widths[0]} rows a token"
         equal = exact and tile_widths is None and placement != "aligned"
-        use(self._equal_widths() if equal else self._widths, quantization is not None)
+        use(self._equal_widths(placement) if equal else self._widths, quantization is not None)
 
     @property
     def vocab_size(self) -> int:
@@ -199,6 +203,16 @@ class StaticShapeEngine:
         quantisation, which cannot be taken back. The error of `verify` says which it was.
         """
         return self._verify_bound[0]
+
+    @property
+    def call_count(self) -> int:
+        """Calls of `prefill`, `verify` and `reset` so far."""
+        return self._exclusive.call_count
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that is run."""
+        return self._model
 
     @property
     def forward_count(self) -> int:
@@ -344,21 +358,24 @@ class StaticShapeEngine:
             else:
                 self._state.rewind(to)
 
-    def _equal_widths(self) -> tuple[int, ...]:
+    def _equal_widths(self, placement: Placement) -> tuple[int, ...]:
         """The part of the ladder that is one class, so that no draft length changes a bit."""
-        # A tile as wide as the context is never filled.
+        # A tile as wide as the context could not be filled.
         usable = tuple(width for width in self._widths if width < self._context_length)
-        classes = remembered_classes(self._model, usable)
-        if classes is None:
-            classes = width_classes(self, usable)
-            remember_classes(self._model, usable, classes)
-        kept = best_class(classes)
-        if kept == usable:
-            return self._widths
-        self.note = (
-            f"tile widths {', '.join(map(str, kept))} of {', '.join(map(str, self._widths))}: the "
-            "others round differently on this device"
+        circumstances = measured_in(
+            self._model, widths=usable, placement=placement, span_step=self._spans.step
         )
+        self.width_classes = remembered_classes(circumstances)
+        if self.width_classes is None:
+            self.width_classes = width_classes(self, usable)
+            remember_classes(circumstances, self.width_classes)
+        # With no width whose rows agree among themselves, one row at a time is all that is left.
+        kept = best_class(self.width_classes) if self.width_classes else usable[:1]
+        if kept != usable:
+            self.note = (
+                f"tile widths {', '.join(map(str, kept))} of {', '.join(map(str, usable))}: the "
+                "others round differently on this device"
+            )
         return kept
 
     def _tile_start(self, position: int) -> int:
@@ -515,7 +532,8 @@ class StaticShapeEngine:
         ]
         logits = captured.pop(0) if capture.logits else None
         top_values, top_indices = captured if capture.top_k else (None, None)
-        return VerifyRows(argmax, nan_count, len(tiles), logits, top_values, top_indices)
+        cap = self._tiles[self._state.tile_layout].final_cap if capture.raw else None
+        return VerifyRows(argmax, nan_count, len(tiles), logits, top_values, top_indices, cap)
 
     def _evaluate(self, outputs: list[list[mx.array]]) -> None:
         """Compute outputs and state; a device that fails here takes the state with it."""

@@ -71,6 +71,11 @@ class Tiles:
         return tile
 
     @property
+    def final_cap(self) -> float | None:
+        """The model's final soft cap, where its raw logits can be had."""
+        return self._raw.cap
+
+    @property
     def compiled(self) -> bool | None:
         """Whether MLX compiles: None until a tile has been called twice by one thread.
 
@@ -86,7 +91,10 @@ class Tiles:
     def _forward(self, key: TileKey) -> TileFunction:
         layout = self._layout
         # Whoever takes logits away takes the model's own; the scan can cap as it reads.
-        taken = key.capture is not None and (key.capture.logits or key.capture.scores is not None)
+        capture = key.capture
+        taken = capture is not None and (
+            capture.scores is not None or (capture.logits and not capture.raw)
+        )
         model, cap = (self._model, None) if taken else self._raw
 
         def forward(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import warnings
 
@@ -186,6 +187,99 @@ def test_an_engine_moved_between_two_tokens_is_noticed(engine):
         next(emissions)
 
 
+def test_an_engine_used_and_put_back_between_two_tokens_is_noticed_too(engine):
+    emissions = SpeculativeDecoder(engine).generate([1, 2, 3], max_tokens=6)
+    next(emissions)
+    count = engine.processed_token_count
+    engine.reset(0)
+    engine.prefill([9] * count)
+    with pytest.raises(EngineBusy, match="between two tokens"):
+        next(emissions)
+
+
+@pytest.mark.parametrize("options", [{}, {"temp": 1.0, "seed": 3}])
+def test_a_generation_may_go_on_in_another_thread_than_it_began_in(model, options):
+    expected = [t for t, _, _ in mlxspec.generate_step([1, 2], model, max_tokens=8, **options)]
+    steps = mlxspec.generate_step([1, 2], model, max_tokens=8, prompt_lookup=True, **options)
+    found = []
+    thread = threading.Thread(target=lambda: found.extend(token for token, _, _ in steps))
+    thread.start()
+    thread.join()
+    assert found == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "mamba"])
+@pytest.mark.parametrize("problem", [ValueError("mine"), KeyboardInterrupt()])
+def test_what_went_wrong_in_a_processor_is_what_is_raised(family, problem):
+    def fails(tokens, logits):
+        raise problem
+
+    steps = mlxspec.generate_step(
+        [1, 2, 3], tiny_model(family), engine="dynamic", logits_processors=[fails]
+    )
+    with pytest.raises(type(problem)):
+        next(steps)
+
+
+def test_a_dynamic_forward_that_fails_leaves_no_half_of_itself(model):
+    engine, fresh = (mlxspec.DynamicShapeEngine(model, max_context_length=N) for _ in range(2))
+    engine.prefill([1, 2, 3])
+
+    def fails(logits, positions, noise_key):
+        raise RuntimeError("no scores")
+
+    with pytest.raises(RuntimeError, match="no scores"):
+        engine.verify([4], mlxspec.Capture(scores=fails))
+    assert engine.processed_token_count == 0
+    for e in (engine, fresh):
+        e.prefill([1, 2, 3])
+    assert engine.verify([6]).argmax == fresh.verify([6]).argmax
+
+
+def test_a_copy_of_a_model_is_another_model_and_can_be_made_after_generating(model):
+    first = [t for t, _, _ in mlxspec.generate_step([1, 2, 3], model, max_tokens=8)]
+    other = tiny_model("llama", seed=5)
+    twin = copy.copy(model)
+    twin["model"] = other.model
+    expected = [t for t, _, _ in mlxspec.generate_step([1, 2, 3], other, max_tokens=8)]
+    assert [t for t, _, _ in mlxspec.generate_step([1, 2, 3], twin, max_tokens=8)] == expected
+    deep = copy.deepcopy(model)
+    assert [t for t, _, _ in mlxspec.generate_step([1, 2, 3], deep, max_tokens=8)] == first
+
+
+def test_engines_can_be_let_go_of_after_weights_changed_in_place():
+    model = tiny_model("llama")
+    before = [t for t, _, _ in mlxspec.generate_step([1, 2, 3], model, max_tokens=8)]
+    model.model.embed_tokens.weight *= -1
+    mlxspec.forget_engines(model)
+    assert [t for t, _, _ in mlxspec.generate_step([1, 2, 3], model, max_tokens=8)] != before
+
+
+@pytest.mark.parametrize("kind", [list, tuple, set, np.array, mx.array])
+def test_stop_tokens_may_be_any_collection_of_ids(model, kind):
+    plain = [t for t, _, _ in mlxspec.generate_step([1, 2, 3], model, max_tokens=8)]
+    stop = plain[3]
+    steps = mlxspec.generate_step([1, 2, 3], model, max_tokens=8, stop_tokens=kind([stop]))
+    assert [t for t, _, _ in steps] == plain[: plain.index(stop) + 1]
+
+
+def test_numbers_of_numpy_and_mlx_are_numbers(model):
+    options = {"seed": np.int64(4), "temp": np.float32(0.5), "max_tokens": np.int64(3)}
+    steps = [t for t, _, _ in mlxspec.generate_step([1, 2], model, **options)]
+    options = {"seed": 4, "temp": 0.5, "max_tokens": 3}
+    assert steps == [t for t, _, _ in mlxspec.generate_step([1, 2], model, **options)]
+    with_array = mlxspec.generate_step([1, 2], model, temp=mx.array(0.5), seed=4, max_tokens=3)
+    assert [t for t, _, _ in with_array] == steps
+
+
+def test_a_callers_sampler_may_return_a_plain_number(model):
+    plain = [t for t, _, _ in mlxspec.generate_step([1, 2], model, max_tokens=5)]
+    sampled = mlxspec.generate_step(
+        [1, 2], model, max_tokens=5, sampler=lambda row: int(mx.argmax(row).item())
+    )
+    assert [t for t, _, _ in sampled] == plain
+
+
 def test_interleaved_generations_of_one_model_get_engines_of_their_own(model):
     prompts = ([1, 2, 3], [9, 8], [4, 4, 4, 4])
     alone = [[t for t, _, _ in mlxspec.generate_step(p, model, max_tokens=12)] for p in prompts]
@@ -276,9 +370,34 @@ def test_some_nans_in_a_row_count_as_minus_infinity_and_are_said_once():
     assert stats.nan_rows == 6
 
 
+@pytest.mark.filterwarnings("ignore:1 of 1000 logits")
+def test_nan_counts_as_minus_infinity_for_a_callers_sampler_and_in_log_probabilities():
+    model = tiny_model("llama", seed=3)
+    plain = [t for t, _, _ in mlxspec.generate_step([1, 5, 2], model, max_tokens=6)]
+    unused = next(t for t in range(999, 0, -1) if t not in plain)
+    head = mx.array(model.model.embed_tokens.weight)
+    head[unused] = mx.nan
+    model.model.embed_tokens.weight = head
+    for sampler in (None, lambda row: mx.argmax(row, axis=-1)):
+        steps = list(mlxspec.generate_step([1, 5, 2], model, max_tokens=6, sampler=sampler))
+        assert [token for token, _, _ in steps] == plain
+        for _, logprobs, _ in steps:
+            assert logprobs[unused].item() == -np.inf
+            assert mx.isnan(logprobs).sum().item() == 0
+
+
+def test_processors_that_leave_no_number_are_said(model):
+    steps = mlxspec.generate_step(
+        [1, 2, 3], model, logits_processors=[lambda tokens, logits: logits * mx.nan]
+    )
+    with pytest.raises(NonFiniteLogits, match="processors left no number"):
+        next(steps)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"temp": 1e-40}, "temp: expected 0 .* or at least"),
         ({"temp": -0.1}, "temp: expected a number from 0"),
         ({"temp": float("nan")}, "temp"),
         ({"temp": 1, "top_p": 1.5}, "top_p: expected a number from 0 to 1"),

@@ -5,8 +5,11 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.generate import generate_step as mlx_lm_generate_step
 
-from mlxspec import Capture, StaticShapeEngine
+import mlxspec
+from mlxspec import Capture, LogitRowScan, StaticShapeEngine
+from mlxspec.engine import tiles
 from mlxspec.engine.heads import raw_head
 from tests.families.tiny import tiny_model
 
@@ -49,6 +52,31 @@ def test_the_scans_choice_is_the_argmax_of_the_models_capped_logits(family, scal
         scanned = engine.verify(block, Capture(top_k=2))
         assert scanned.argmax == mx.argmax(own.logits, axis=-1).tolist() == own.argmax
         assert scanned.top_indices[:, 0].tolist() == own.argmax
+
+
+@pytest.mark.parametrize("family", CAPPED)
+def test_generation_leaves_the_cap_to_the_scan_and_gives_the_models_log_probabilities(
+    family, monkeypatch
+):
+    caps = []
+    model, prompt = tiny_model(family), [5, 9, 2, 6]
+    engine = StaticShapeEngine(model, max_context_length=64)
+    monkeypatch.setattr(
+        tiles, "LogitRowScan", lambda **options: caps.append(options) or LogitRowScan(**options)
+    )
+    ours = list(
+        mlxspec.generate_step(prompt, model, max_tokens=6, prompt_lookup=True, engine=engine)
+    )
+    assert {options["cap"] for options in caps} == {raw_head(model).cap}
+    theirs = mlx_lm_generate_step(mx.array(prompt), model, max_tokens=6)
+    assert [token for token, _, _ in ours] == [token for token, _ in theirs]
+    # A processor of the caller's own is given what the model itself capped.
+    capped = mlxspec.generate_step(
+        prompt, model, max_tokens=6, engine=engine, logits_processors=[lambda _, logits: logits]
+    )
+    for (token, logprobs, _), (expected, expected_logprobs, _) in zip(ours, capped, strict=True):
+        assert token == expected
+        assert mx.array_equal(logprobs, expected_logprobs)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])

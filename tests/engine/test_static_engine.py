@@ -235,7 +235,7 @@ def test_no_tile_is_traced_again_inside_a_span(model):
     assert engine.compiled is True
 
 
-@pytest.mark.parametrize("capacity", [1024, 32768])
+@pytest.mark.parametrize("capacity", [8192, 32768])
 def test_decoding_never_copies_the_state(model, capacity):
     engine = make(
         model, max_context_length=40_000, span_step=1024, initial_capacity=capacity, widths=(8,)
@@ -250,7 +250,8 @@ def test_decoding_never_copies_the_state(model, capacity):
     for _ in range(5):
         engine.verify(tokens(8))
     # The tile's temporaries do not depend on the capacity: under a megabyte for this model.
-    assert mx.get_peak_memory() - resting < 2**20 < max(state, 2**21)
+    assert state > 2**21
+    assert mx.get_peak_memory() - resting < 2**20
 
 
 def test_capacity_grows_with_use_and_keeps_the_state(model):

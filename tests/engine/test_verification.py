@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import mlx.core as mx
 import pytest
 
 from mlxspec import StaticShapeEngine
 from mlxspec.cli.verify import table
-from mlxspec.engine.exactness import best_class, width_classes
+from mlxspec.engine.exactness import best_class, measured_in, width_classes
 from mlxspec.engine.state.frame import TileFrame
 from mlxspec.verification import verify_model
 from tests.families.tiny import tiny_model
@@ -51,6 +52,44 @@ def test_a_mask_that_loses_a_key_in_one_width_is_found_and_located(monkeypatch):
     assert (4,) in verdict.classes
 
 
+def test_a_width_whose_own_rows_differ_is_not_decoded_in(monkeypatch):
+    right = StaticShapeEngine.verify
+
+    def late_rows_differ(self, block, *arguments):
+        rows = right(self, block, *arguments)
+        if rows.logits is None:
+            return rows
+        late = (mx.arange(len(block)) >= 4)[:, None] * mx.array(1e-6)
+        return replace(rows, logits=rows.logits * (1 + late))
+
+    monkeypatch.setattr(StaticShapeEngine, "verify", late_rows_differ)
+    engine = StaticShapeEngine(tiny_model("llama", seed=9), max_context_length=64, span_step=32)
+    assert engine.tile_widths == (1, 2, 4)
+    assert "tile widths 1, 2, 4 of 1, 2, 4, 8, 16" in engine.note
+
+
+def test_measurements_are_kept_apart_by_all_that_chooses_kernels():
+    kept = [
+        measured_in(model, **engine)
+        for model in (tiny_model("llama"), tiny_model("qwen2"))
+        for engine in ({"span_step": 16}, {"span_step": 256})
+    ]
+    assert len({json.dumps(circumstances) for circumstances in kept}) == 4
+    wide, narrow = (tiny_model("llama") for _ in range(2))
+    wide.args.num_attention_heads = 8
+    assert measured_in(wide) != measured_in(narrow)
+
+
+def test_no_width_is_used_that_was_not_measured():
+    engine = StaticShapeEngine(tiny_model("llama"), max_context_length=12)
+    assert engine.tile_widths == (1, 2, 4, 8)
+    assert engine.width_classes == [(1, 2, 4, 8)]
+
+
+def test_aligned_engines_say_what_a_token_costs():
+    assert "8 rows a token" in StaticShapeEngine(tiny_model("mamba2")).note
+
+
 def test_widths_are_grouped_by_their_bits_and_the_largest_group_is_taken(monkeypatch):
     engine = StaticShapeEngine(tiny_model("llama"), max_context_length=64)
     assert width_classes(engine, engine.tile_widths) == [(1, 2, 4, 8, 16)]
@@ -60,7 +99,7 @@ def test_widths_are_grouped_by_their_bits_and_the_largest_group_is_taken(monkeyp
     def other_bits(self, block, *arguments):
         rows = right(self, block, *arguments)
         step = 1e-6 * (len(block) > 2)
-        return type(rows)(rows.argmax, rows.nan_count, 1, rows.logits * (1 + mx.array(step)))
+        return replace(rows, logits=rows.logits * (1 + mx.array(step)))
 
     monkeypatch.setattr(StaticShapeEngine, "verify", other_bits)
     classes = width_classes(engine, engine.tile_widths)

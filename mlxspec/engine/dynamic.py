@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 
-from mlxspec.engine.exclusive import Exclusive
 from mlxspec.engine.protocol import Capture, ProgressCallback, VerifyRows
+from mlxspec.engine.sequence import OneSequence
 from mlxspec.engine.support import default_context_length, why_not_static
-from mlxspec.engine.tokens import TokenView, token_ids
+from mlxspec.engine.tokens import token_ids
 from mlxspec.errors import RewindRefused
 from mlxspec.scan import LogitRowScan
 
 
-class DynamicShapeEngine:
+class DynamicShapeEngine(OneSequence):
     """Implements `SpeculativeEngine` one token at a time, as mlx-lm generates without drafts.
 
     It takes no drafts and says why: mlx-lm's caches cannot all be rewound exactly, and some
@@ -34,7 +33,6 @@ class DynamicShapeEngine:
     one_forward_draft_budget = 0
     trace_count = 0
     compiled: bool | None = False
-    note: str | None = None
 
     def __init__(
         self,
@@ -49,32 +47,12 @@ class DynamicShapeEngine:
         ):
             if value is not None and (not isinstance(value, int) or value < least):
                 raise ValueError(f"{name}: expected a number from {least} on, got {value!r}")
-        self._model = model
-        self._context_length = max_context_length or default_context_length(model, 1)
+        context_length = max_context_length or default_context_length(model, 1)
+        super().__init__(model, _row_width(model), context_length)
         self._prefill_step_size = prefill_step_size
-        self._exclusive = Exclusive()
-        self._history: list[int] = []
         self._caches = make_prompt_cache(model)
-        self._vocab_size = _row_width(model)
-        self._forward_count = 0
-        self._prefill_forward_count = 0
         reason = why_not_static(model) or "it was asked for"
-        self.why_no_speculation: str | None = f"the dynamic engine decodes plainly: {reason}"
-
-    @property
-    def vocab_size(self) -> int:
-        """Entries in a row of logits; every token id lies below it."""
-        return self._vocab_size
-
-    @property
-    def max_context_length(self) -> int:
-        """Most tokens a sequence may have, prompt and output; the last is never processed."""
-        return self._context_length
-
-    @property
-    def tokens(self) -> TokenView:
-        """The history: every token the caches cover, as a read-only view."""
-        return TokenView(self._history)
+        self.why_no_speculation = f"the dynamic engine decodes plainly: {reason}"
 
     @property
     def processed_token_count(self) -> int:
@@ -87,38 +65,9 @@ class DynamicShapeEngine:
         return min(1, self._context_length - 1 - len(self._history))
 
     @property
-    def call_count(self) -> int:
-        """Calls of `prefill`, `verify` and `reset` so far."""
-        return self._exclusive.call_count
-
-    @property
-    def model(self) -> nn.Module:
-        """The model that is run."""
-        return self._model
-
-    @property
-    def forward_count(self) -> int:
-        """Decode forwards since the engine was made."""
-        return self._forward_count
-
-    @property
-    def prefill_forward_count(self) -> int:
-        """Prefill forwards since the engine was made."""
-        return self._prefill_forward_count
-
-    @property
-    def leased(self) -> bool:
-        """Whether somebody is generating with this engine now."""
-        return self._exclusive.leased
-
-    @property
     def weights_unchanged(self) -> bool:
         """True: every forward reads the model's present weights."""
         return True
-
-    def lease(self) -> AbstractContextManager[None]:
-        """Hold the engine for one sequence; a second holder gets `EngineBusy`."""
-        return self._exclusive.lease()
 
     def prefill(self, tokens: Sequence[int], progress: ProgressCallback | None = None) -> None:
         """Process prompt tokens in steps of `prefill_step_size`; see the protocol.
@@ -141,7 +90,7 @@ class DynamicShapeEngine:
                 progress(0, len(ids))
             for begin in range(0, len(ids), self._prefill_step_size):
                 step = ids[begin : begin + self._prefill_step_size]
-                self._model(mx.array([step]), cache=self._caches)
+                self.model(mx.array([step]), cache=self._caches)
                 mx.eval([cache.state for cache in self._caches])
                 self._history += step
                 self._prefill_forward_count += 1
@@ -179,12 +128,12 @@ class DynamicShapeEngine:
                 return self._verified(ids, capture, noise_key)
             except BaseException:
                 # How far a forward that failed moved the caches, nobody can tell.
-                self._caches = make_prompt_cache(self._model)
+                self._caches = make_prompt_cache(self.model)
                 self._history.clear()
                 raise
 
     def _verified(self, ids: list[int], capture: Capture, noise_key: mx.array | None) -> VerifyRows:
-        logits = self._model(mx.array([ids]), cache=self._caches)[:, -1]
+        logits = self.model(mx.array([ids]), cache=self._caches)[:, -1]
         rows = LogitRowScan(top_k=capture.top_k)(logits)
         choice = rows.argmax
         if capture.scores is not None:
@@ -232,7 +181,7 @@ class DynamicShapeEngine:
                     "and process the prompt again"
                 )
             if to == 0:
-                self._caches = make_prompt_cache(self._model)
+                self._caches = make_prompt_cache(self.model)
             elif to < processed:
                 trim_prompt_cache(self._caches, processed - to)
             del self._history[to:]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,9 @@ from mlxspec.engine.exactness import (
     remembered_classes,
     width_classes,
 )
-from mlxspec.engine.exclusive import Exclusive
 from mlxspec.engine.placement import Placement, checked_tile_widths, tile_placement
 from mlxspec.engine.protocol import Capture, ProgressCallback, VerifyRows
+from mlxspec.engine.sequence import OneSequence
 from mlxspec.engine.spans import SpanRule, TileLimits
 from mlxspec.engine.state import KVQuantization, ModelState, StateLayout
 from mlxspec.engine.support import (
@@ -33,7 +33,7 @@ from mlxspec.engine.support import (
     why_not_quantized,
 )
 from mlxspec.engine.tiles import TileKey, Tiles
-from mlxspec.engine.tokens import TokenView, token_ids
+from mlxspec.engine.tokens import token_ids
 from mlxspec.errors import RewindRefused, UnsupportedModel
 
 DEFAULT_PREFILL_STEP_SIZE = 2048
@@ -56,7 +56,7 @@ class _Tile:
     end: int
 
 
-class StaticShapeEngine:
+class StaticShapeEngine(OneSequence):
     """Implements `SpeculativeEngine` with one compiled graph per width, span and capture.
 
     Args:
@@ -87,8 +87,6 @@ class StaticShapeEngine:
         ValueError: An option is out of range.
     """
 
-    why_no_speculation: str | None = None
-
     def __init__(
         self,
         model: nn.Module,
@@ -111,62 +109,36 @@ class StaticShapeEngine:
         prefill_widths = _prefill_widths(prefill_step_size)
         require_static(model)
         placement = placement or default_placement(model)
-        self._widths = checked_tile_widths(tile_widths, placement, span_step)
-        self._context_length = _checked_context_length(
-            max_context_length, model, self.verify_tile_width
-        )
-        layout, self._vocab_size = _warm_up(model, self.verify_tile_width, quantization)
-
-        def use(widths: tuple[int, ...], quantized: bool) -> None:
-            """Decode in these widths: of the ladder, or a part of it."""
-            self._widths = widths
-            quantized_from = None
-            if quantized:
-                # mlx-lm converts after a forward, so its first one sees whole keys; so does ours.
-                quantized_from = max(quantized_kv_start, widths[0] if layout.is_recurrent else 1)
-            self._limits = TileLimits(self._spans, quantized_from)
-            self._place = tile_placement(placement, widths, self._limits, layout.is_recurrent)
-            self._prefill_widths = self._place.prefill_widths(prefill_widths)
-
+        ladder = checked_tile_widths(tile_widths, placement, span_step)
+        context_length = _checked_context_length(max_context_length, model, ladder[-1])
+        layout, vocab_size = _warm_up(model, ladder[-1], quantization)
+        super().__init__(model, vocab_size, context_length)
+        self._widths = ladder
+        self._step_widths = prefill_widths
+        self._recurrent = layout.is_recurrent
         # Widths are compared on whole keys, whose tiles nothing cuts short.
-        use(self._widths, quantized=False)
-        self._model = model
+        self._decode_in(ladder, placement, quantized_from=None)
         self._weights = _weights(model)
         quantized = layout if quantization is None else layout.quantized(quantization)
         first = layout.before_first_token() if starts_without_state(model) else layout
         self._tiles = {form: Tiles(model, form) for form in (layout, quantized, first)}
-        self._exclusive = Exclusive()
-        self._history: list[int] = []
         self._cursor = 0
-        self._forward_count = 0
-        self._prefill_forward_count = 0
         self._state = ModelState(
             layout,
             quantized,
             first,
             self._capacity_for(max(1, min(initial_capacity, self._context_length))),
         )
-        self.note: str | None = None
         self.width_classes: list[tuple[int, ...]] | None = None
         if placement == "aligned":
             self.note = f"aligned tiles: plain decoding computes {self._widths[0]} rows a token"
-        equal = exact and tile_widths is None and placement != "aligned"
-        use(self._equal_widths(placement) if equal else self._widths, quantization is not None)
-
-    @property
-    def vocab_size(self) -> int:
-        """Entries in a row of logits; every token id lies below it."""
-        return self._vocab_size
-
-    @property
-    def max_context_length(self) -> int:
-        """Most tokens a sequence may have, prompt and output; the last is never processed."""
-        return self._context_length
-
-    @property
-    def tokens(self) -> TokenView:
-        """The history: every token the state covers, as a read-only view."""
-        return TokenView(self._history)
+        if exact and tile_widths is None and placement != "aligned":
+            ladder = self._equal_widths(placement)
+        quantized_from = None
+        if quantization is not None:
+            # mlx-lm converts after a forward, so its first one sees whole keys; so does ours.
+            quantized_from = max(quantized_kv_start, ladder[0] if self._recurrent else 1)
+        self._decode_in(ladder, placement, quantized_from)
 
     @property
     def processed_token_count(self) -> int:
@@ -205,26 +177,6 @@ class StaticShapeEngine:
         return self._verify_bound[0]
 
     @property
-    def call_count(self) -> int:
-        """Calls of `prefill`, `verify` and `reset` so far."""
-        return self._exclusive.call_count
-
-    @property
-    def model(self) -> nn.Module:
-        """The model that is run."""
-        return self._model
-
-    @property
-    def forward_count(self) -> int:
-        """Decode forwards since the engine was made."""
-        return self._forward_count
-
-    @property
-    def prefill_forward_count(self) -> int:
-        """Prefill forwards since the engine was made."""
-        return self._prefill_forward_count
-
-    @property
     def trace_count(self) -> int:
         """How often a tile was traced since the engine was made, in all threads."""
         return sum(tiles.trace_count for tiles in self._tiles.values())
@@ -241,21 +193,12 @@ class StaticShapeEngine:
         return self._state.capacity
 
     @property
-    def leased(self) -> bool:
-        """Whether somebody is generating with this engine now."""
-        return self._exclusive.leased
-
-    @property
     def weights_unchanged(self) -> bool:
         """Whether the model still has the weights that the compiled tiles hold as constants."""
-        now = _weights(self._model)
+        now = _weights(self.model)
         return len(now) == len(self._weights) and all(
             a is b for a, b in zip(now, self._weights, strict=True)
         )
-
-    def lease(self) -> AbstractContextManager[None]:
-        """Hold the engine for one sequence; a second holder gets `EngineBusy`."""
-        return self._exclusive.lease()
 
     def prefill(self, tokens: Sequence[int], progress: ProgressCallback | None = None) -> None:
         """Extend the history by `tokens` and process them in wide tiles without logits.
@@ -358,12 +301,21 @@ class StaticShapeEngine:
             else:
                 self._state.rewind(to)
 
+    def _decode_in(
+        self, widths: tuple[int, ...], placement: Placement, quantized_from: int | None
+    ) -> None:
+        """Use these widths: the ladder, or the part of it that computes the same bits."""
+        self._widths = widths
+        self._limits = TileLimits(self._spans, quantized_from)
+        self._place = tile_placement(placement, widths, self._limits, self._recurrent)
+        self._prefill_widths = self._place.prefill_widths(self._step_widths)
+
     def _equal_widths(self, placement: Placement) -> tuple[int, ...]:
         """The part of the ladder that is one class, so that no draft length changes a bit."""
         # A tile as wide as the context could not be filled.
         usable = tuple(width for width in self._widths if width < self._context_length)
         circumstances = measured_in(
-            self._model, widths=usable, placement=placement, span_step=self._spans.step
+            self.model, widths=usable, placement=placement, span_step=self._spans.step
         )
         self.width_classes = remembered_classes(circumstances)
         if self.width_classes is None:

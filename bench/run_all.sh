@@ -1,0 +1,25 @@
+#!/bin/sh
+# All measurements whose results are committed, on a machine that does nothing else meanwhile.
+#
+#   bench/run_all.sh openblas    under OpenBLAS: the five texts in float32, and the cost of tracing
+#   bench/run_all.sh stock       the wheel as it is: two texts in bfloat16 and 4-bit, and the cache
+#
+# PYTHON names the interpreter, python3 by default.
+set -eu
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+case ${1:-} in
+openblas)
+    "$python" -m bench.trace_cost --openblas
+    "$python" -m bench.compare_mlx_lm --setting f32-openblas --repeats 3 --plot
+    ;;
+stock)
+    "$python" -m bench.cache_cost
+    "$python" -m bench.compare_mlx_lm --setting bf16 --workloads copy prose --repeats 2 --plot
+    "$python" -m bench.compare_mlx_lm --setting 4bit --workloads copy prose --repeats 2 --plot
+    ;;
+*)
+    echo "usage: bench/run_all.sh openblas|stock" >&2
+    exit 2
+    ;;
+esac

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -46,7 +46,11 @@ _QUANTISES_NOTHING: dict[str, tuple[int | None, ...]] = {
 }
 _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
     field.name: (field.default, None) for field in fields(Sampling)
-} | {"top_p": (0.0, 1.0), "xtc_threshold": (0.0, 0.1), "xtc_special_tokens": ((), [], None)}
+} | {
+    "top_p": (0.0, 1.0, None),
+    "xtc_threshold": (0.0, 0.1, None),
+    "xtc_special_tokens": ((), [], None),
+}
 
 
 def make_decoder(
@@ -109,6 +113,8 @@ def make_decoder(
         UnsupportedModel: The static engine cannot take the model.
     """
     sampling, idle = _sampling(options)
+    if not isinstance(prompt_lookup, bool):
+        raise ValueError(f"prompt_lookup: expected True or False, got {prompt_lookup!r}")
     if prompt_lookup and drafter is not None:
         raise ValueError("prompt_lookup and drafter: give one of them, not both")
     if prompt_lookup:
@@ -120,7 +126,7 @@ def make_decoder(
     rule = _acceptance(acceptance, sampling, drawn, sampler, logits_processors or ())
     engine_options = {
         "max_context_length": max_context_length,
-        "tile_widths": tile_widths,
+        "tile_widths": None if tile_widths is None else _widths(tile_widths),
         "exact": exact,
         "prefill_step_size": prefill_step_size,
     }
@@ -134,6 +140,8 @@ def make_decoder(
             if value not in _QUANTISES_NOTHING[name]
         ]
     if not isinstance(engine, str):
+        if getattr(engine, "model", model) is not model:
+            raise ValueError("engine: it runs another model than the one given; give that one")
         if asked := [name for name, value in engine_options.items() if value is not None]:
             raise ValueError(
                 f"{', '.join(asked)}: set when the engine is made, not when it is used"
@@ -232,3 +240,9 @@ def _acceptance(
     if sampler is not None or processors:
         return CallersChoice(processors, sampler, sampling, key)
     return ModelsChoice(sampling, with_logprobs=True)
+
+
+def _widths(tile_widths: Any) -> Any:
+    """Widths as a tuple of numbers, which engines are kept by; what is none, the engine refuses."""
+    values = tile_widths.tolist() if hasattr(tile_widths, "tolist") else tile_widths
+    return tuple(values) if isinstance(values, Iterable) else values

@@ -11,4 +11,5 @@ import platformdirs
 def cache_dir() -> Path:
     """``MLXSPEC_CACHE_DIR``, else the user's cache folder; it need not exist yet."""
     chosen = os.environ.get("MLXSPEC_CACHE_DIR")
-    return Path(chosen).expanduser() if chosen else platformdirs.user_cache_path("mlxspec")
+    # Not Path.expanduser, which raises for a user that does not exist.
+    return Path(os.path.expanduser(chosen)) if chosen else platformdirs.user_cache_path("mlxspec")

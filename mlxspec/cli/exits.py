@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable
@@ -38,6 +39,12 @@ def run_command(name: str, command: Callable[[], int]) -> int:
     except BrokenPipeError:
         _discard_stdout()
         return EXIT_BROKEN_PIPE
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _discard_stdout()
+        print(f"{name}: error: {error.strerror}; free some room and try again", file=sys.stderr)
+        return EXIT_ERROR
 
 
 def warn(name: str, message: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from mlxspec.cli.exits import UsageError
-from mlxspec.errors import UnsupportedModel
+from mlxspec.errors import MlxspecError, ModelNotFound, UnsupportedModel
 
 
 class Loaded(NamedTuple):
@@ -35,14 +35,21 @@ def load_for(args: Namespace) -> Loaded:
     from mlxspec.models import load, resolve
 
     path = resolve(args.model, check=lambda config: _refuse_model(config, args))
-    model, tokenizer = load(
-        path,
-        adapter_path=args.adapter_path,
-        tokenizer_config={"trust_remote_code": args.trust_remote_code},
-        model_config={"quantize_activations": args.quantize_activations},
-        lazy=True,
-        trust_remote_code=args.trust_remote_code,
-    )
+    try:
+        model, tokenizer = load(
+            path,
+            adapter_path=args.adapter_path,
+            tokenizer_config={"trust_remote_code": args.trust_remote_code},
+            model_config={"quantize_activations": args.quantize_activations},
+            lazy=True,
+            trust_remote_code=args.trust_remote_code,
+        )
+    except ValueError as problem:
+        if isinstance(problem, MlxspecError):
+            raise
+        raise ModelNotFound(
+            f"the weights of {path} do not fit its config.json: {problem}"
+        ) from problem
     for token in args.extra_eos_token:
         _add_end_token(tokenizer, token)
     context_length = args.max_context_length or default_context_length(
@@ -69,7 +76,13 @@ def _refuse_model(config: Mapping[str, Any], args: Namespace) -> None:
                 "--engine dynamic --trust-remote-code if you trust it"
             )
         return
-    structure = model_from_config(config)
+    try:
+        structure = model_from_config(config)
+    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as problem:
+        raise ModelNotFound(
+            f"config.json does not describe a model that mlx-lm can build: "
+            f"{type(problem).__name__}: {problem}"
+        ) from problem
     if args.engine == "static":
         require_static(structure)
     limit = context_limit(structure, _widest_tile(structure, args))

@@ -18,6 +18,8 @@ def prompt_text(prompt: str) -> str:
     """
     if prompt != "-":
         return unescaped(prompt)
+    if sys.stdin is None:
+        raise UsageError("--prompt -: stdin is closed; give the prompt as --prompt TEXT")
     try:
         text = sys.stdin.read()
         text.encode()

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 
 from mlxspec.decoding.sampling import Purpose, Sampling, row_keys, uniform
 from mlxspec.engine.protocol import Capture, VerifyRows
 from mlxspec.errors import NonFiniteLogits
+from mlxspec.numbers import whole_number
 from mlxspec.scan import LogitRowScan
 from mlxspec.scan.mlx_form import soft_cap
 
@@ -126,14 +127,17 @@ class CallersChoice:
                 )
             if self._processors:
                 self._tokens = mx.concatenate([self._tokens, mx.array([token], mx.int32)])
+                # Left to compute, it would belong to this thread, and grow with every token.
+                mx.eval(self._tokens)
             yield Choice(token, logprobs[0])
             if row == len(draft) or draft[row] != token:
                 return
 
     def _choose(self, logits: mx.array, logprobs: mx.array, position: int) -> int:
         if self._sampler is not None:
-            chosen: Any = self._sampler(logprobs)
-            return int(chosen.item() if hasattr(chosen, "item") else chosen)
+            return whole_number(
+                "the sampler's token", self._sampler(logprobs), 0, logits.shape[-1] - 1
+            )
         if self._sampling.greedy:
             scores = logits
         else:

@@ -16,7 +16,6 @@ import mlx.core as mx
 import numpy as np
 
 from mlxspec.decoding.acceptance import Acceptance, ModelsChoice
-from mlxspec.decoding.numbers import whole_number
 from mlxspec.decoding.options import SpeculativeDecodingOptions
 from mlxspec.decoding.sampling import noise_key
 from mlxspec.decoding.stats import SpeculationStats
@@ -24,6 +23,7 @@ from mlxspec.drafting import Drafter
 from mlxspec.engine.protocol import ProgressCallback, SpeculativeEngine, VerifyRows
 from mlxspec.engine.tokens import TokenView, token_ids
 from mlxspec.errors import DrafterError, EngineBusy, NonFiniteLogits, RewindRefused
+from mlxspec.numbers import whole_number
 
 FinishReason = Literal["stop", "length"]
 
@@ -182,6 +182,11 @@ class SpeculativeDecoder:
     def _check(self, prompt: list[int], max_tokens: int) -> None:
         if not prompt:
             raise ValueError("prompt: expected at least one token, got none")
+        if not getattr(self.engine, "weights_unchanged", True):
+            raise ValueError(
+                "engine: the model's weights have changed since this engine was made, and its "
+                "graphs hold the old ones; make a new engine"
+            )
         if len(prompt) >= self.engine.max_context_length:
             raise ValueError(
                 f"prompt: {len(prompt)} tokens leave no room for an answer in a context of "
@@ -305,8 +310,8 @@ def finish_reason(token: int, stop_tokens: frozenset[int], wanted: int) -> Finis
 def _token_set(tokens: Collection[int] | mx.array | np.ndarray) -> frozenset[int]:
     """Token ids of any kind of whole number; those no model emits do no harm."""
     values: Any = tokens.tolist() if isinstance(tokens, mx.array | np.ndarray) else tokens
-    if isinstance(values, int):
-        values = [values]
+    if values is None or hasattr(values, "__index__"):
+        values = [] if values is None else [values]
     return frozenset(whole_number("stop_tokens", token, 0) for token in values)
 
 
@@ -317,7 +322,9 @@ def _checked_proposal(
     proposal: object = drafter.propose(history, budget)
     name = f"drafter {type(drafter).__name__}"
     try:
-        if not isinstance(proposal, Sequence | mx.array | np.ndarray):
+        if not isinstance(proposal, Sequence | mx.array | np.ndarray) or (
+            getattr(proposal, "ndim", 1) != 1
+        ):
             raise TypeError(f"{name}: expected a sequence of token ids, got {proposal!r}")
         return token_ids(proposal[:budget], vocab_size, name)
     except (TypeError, ValueError) as problem:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mlxspec.decoding.numbers import whole_number
+from mlxspec.numbers import whole_number
 
 DEFAULT_NUM_DRAFT_TOKENS = 7
 

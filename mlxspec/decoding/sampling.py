@@ -15,7 +15,7 @@ from enum import IntEnum
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
-from mlxspec.decoding.numbers import real_number, whole_number
+from mlxspec.numbers import real_number, whole_number
 
 MAX_SEED = 2**64 - 1
 LEAST_TEMPERATURE = 1e-5

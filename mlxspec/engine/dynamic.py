@@ -14,6 +14,7 @@ from mlxspec.engine.sequence import OneSequence
 from mlxspec.engine.support import default_context_length, why_not_static
 from mlxspec.engine.tokens import token_ids
 from mlxspec.errors import RewindRefused
+from mlxspec.numbers import whole_number
 from mlxspec.scan import LogitRowScan
 
 
@@ -41,13 +42,11 @@ class DynamicShapeEngine(OneSequence):
         max_context_length: int | None = None,
         prefill_step_size: int = 2048,
     ):
-        for name, value, least in (
-            ("max_context_length", max_context_length, 2),
-            ("prefill_step_size", prefill_step_size, 1),
-        ):
-            if value is not None and (not isinstance(value, int) or value < least):
-                raise ValueError(f"{name}: expected a number from {least} on, got {value!r}")
-        context_length = max_context_length or default_context_length(model, 1)
+        if max_context_length is None:
+            context_length = default_context_length(model, 1)
+        else:
+            context_length = whole_number("max_context_length", max_context_length, 2)
+        prefill_step_size = whole_number("prefill_step_size", prefill_step_size, 1)
         super().__init__(model, _row_width(model), context_length)
         self._prefill_step_size = prefill_step_size
         self._caches = make_prompt_cache(model)

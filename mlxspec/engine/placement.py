@@ -19,11 +19,14 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from mlxspec.engine.spans import TileLimits
+from mlxspec.numbers import whole_number
 
 Placement = Literal["free", "anchored", "aligned"]
 
 _DEFAULT_LADDER = (1, 2, 4, 8, 16)
 _DEFAULT_ALIGNED_WIDTH = (8,)
+# Far above any width that pays; a tile takes memory and time by its rows.
+_WIDEST = 1024
 
 
 class TilePlacement(Protocol):
@@ -171,11 +174,14 @@ def checked_tile_widths(
         raise ValueError(f"placement: expected 'free', 'anchored' or 'aligned', got {placement!r}")
     if tile_widths is None:
         tile_widths = default_tile_widths(placement)
-    if not tile_widths or any(
-        isinstance(w, bool) or not isinstance(w, int) or w < 1 for w in tile_widths
-    ):
-        raise ValueError(f"tile_widths: expected positive widths in rows, got {tile_widths!r}")
-    widths = tuple(sorted(set(tile_widths)))
+    try:
+        widths = tuple(sorted({whole_number("width", w, 1, _WIDEST) for w in tile_widths}))
+    except (TypeError, ValueError):
+        widths = ()
+    if not widths:
+        raise ValueError(
+            f"tile_widths: expected widths from 1 to {_WIDEST} rows, got {tile_widths!r}"
+        )
     if placement == "aligned" and (len(widths) != 1 or span_step % widths[0]):
         raise ValueError(
             "aligned placement: expected one tile width that divides the span step of "

@@ -22,10 +22,13 @@ _ATTRIBUTE = "_mlxspec_engines"
 
 
 class _Kept(list[tuple[object, Engine]]):
-    """A model's engines. A deep copy of the model has none: they run the original."""
+    """A model's engines. A deep copy or a pickle of the model has none: they run the original."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Kept:
         return _Kept()
+
+    def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
+        return _Kept, ()
 
 
 # Engines nobody uses that are kept per model, the latest used last: each holds a state.
@@ -78,4 +81,7 @@ def forget_engines(model: nn.Module) -> None:
 
 
 def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    """True and 1 are equal and not the same request, so the kind is part of it."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_hashable, value))
+    return type(value).__name__, value

@@ -35,6 +35,7 @@ from mlxspec.engine.support import (
 from mlxspec.engine.tiles import TileKey, Tiles
 from mlxspec.engine.tokens import token_ids
 from mlxspec.errors import RewindRefused, UnsupportedModel
+from mlxspec.numbers import whole_number
 
 DEFAULT_PREFILL_STEP_SIZE = 2048
 DEFAULT_QUANTIZED_KV_START = 5000
@@ -102,7 +103,8 @@ class StaticShapeEngine(OneSequence):
         kv_group_size: int = 64,
         quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START,
     ):
-        self._spans = SpanRule(span_step)
+        self._spans = SpanRule(whole_number("span step", span_step, 1))
+        initial_capacity = whole_number("initial_capacity", initial_capacity, 0)
         quantization = None if kv_bits is None else KVQuantization(kv_bits, kv_group_size)
         _check_quantized_start(quantized_kv_start)
         checked_tile_widths(tile_widths, placement, span_step)
@@ -563,8 +565,7 @@ def _require_length(what: str, count: int, bound: tuple[int, str]) -> None:
 
 def _prefill_widths(step_size: int) -> tuple[int, ...]:
     """Widths of prefill tiles, descending: `step_size` and the powers of two below it."""
-    if isinstance(step_size, bool) or not isinstance(step_size, int) or step_size < 1:
-        raise ValueError(f"prefill_step_size: expected a positive number, got {step_size!r}")
+    step_size = whole_number("prefill_step_size", step_size, 1)
     powers = [1 << bit for bit in reversed(range((step_size - 1).bit_length()))]
     return (step_size, *powers)
 
@@ -572,10 +573,7 @@ def _prefill_widths(step_size: int) -> tuple[int, ...]:
 def _checked_context_length(asked: int | None, model: nn.Module, widest_tile: int) -> int:
     if asked is None:
         return default_context_length(model, widest_tile)
-    if isinstance(asked, bool) or not isinstance(asked, int) or asked < 2:
-        raise ValueError(
-            f"max_context_length: expected at least 2 (one prompt token, one answer), got {asked!r}"
-        )
+    asked = whole_number("max_context_length", asked, 2)
     limit = context_limit(model, widest_tile)
     if limit is not None and asked > limit:
         raise ValueError(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import mlxspec.models
+from mlxspec.cli.main import main
 from tests.cli.conftest import Run
 from tests.cli.story_model import STORY, told
 
@@ -90,3 +93,16 @@ def test_ctrl_c_before_the_first_token_says_so(
     finally:
         signal.signal(signal.SIGINT, previous)
     assert outcome == (130, "", "mlxspec generate: interrupted before the first token\n")
+
+
+def test_a_config_that_lies_is_one_line(tmp_path, story_model, capsys):
+    folder = tmp_path / "lies"
+    shutil.copytree(story_model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    for change in ({"hidden_size": "x"}, {"num_hidden_layers": 9}, {"vocab_size": 7}):
+        (folder / "config.json").write_text(json.dumps(config | change))
+        assert main(["generate", "--model", str(folder), "-m", "1"]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("mlxspec generate: error:")
+        assert "config.json" in err
+        assert err.count("\n") == 1

@@ -113,7 +113,11 @@ class StaticShapeEngine(OneSequence):
         placement = placement or default_placement(model)
         ladder = checked_tile_widths(tile_widths, placement, span_step)
         context_length = _checked_context_length(max_context_length, model, ladder[-1])
+        before = _weights(model)
         layout, vocab_size = _warm_up(model, ladder[-1], quantization)
+        after = _weights(model)
+        # Some forwards clip their own weights and put them back, each time in a new array.
+        self._own_changes = {name for name, weight in before.items() if after[name] is not weight}
         super().__init__(model, vocab_size, context_length)
         self._widths = ladder
         self._step_widths = prefill_widths
@@ -198,8 +202,10 @@ class StaticShapeEngine(OneSequence):
     def weights_unchanged(self) -> bool:
         """Whether the model still has the weights that the compiled tiles hold as constants."""
         now = _weights(self.model)
-        return len(now) == len(self._weights) and all(
-            a is b for a, b in zip(now, self._weights, strict=True)
+        return now.keys() == self._weights.keys() and all(
+            now[name] is weight
+            for name, weight in self._weights.items()
+            if name not in self._own_changes
         )
 
     def prefill(self, tokens: Sequence[int], progress: ProgressCallback | None = None) -> None:
@@ -583,9 +589,9 @@ def _checked_context_length(asked: int | None, model: nn.Module, widest_tile: in
     return asked
 
 
-def _weights(model: nn.Module) -> list[mx.array]:
+def _weights(model: nn.Module) -> dict[str, mx.array]:
     flat: Any = tree_flatten(model.parameters())
-    return [array for _, array in flat]
+    return dict(flat)
 
 
 def _check_quantized_start(start: int) -> None:

@@ -91,6 +91,17 @@ def test_an_engine_whose_weights_were_replaced_is_refused():
         SpeculativeDecoder(engine).generate([1, 2])
 
 
+def test_a_forward_that_replaces_its_own_weights_is_no_change():
+    """gemma3n clips two weights of every layer in every forward."""
+    model = tiny_model("gemma3n")
+    engine = StaticShapeEngine(model, max_context_length=64)
+    expected = ids(model, engine=engine)
+    assert engine.weights_unchanged
+    assert ids(model, engine=engine) == expected
+    model.update(tiny_model("gemma3n", seed=5).parameters())
+    assert not engine.weights_unchanged
+
+
 def test_a_model_can_be_pickled_after_generating():
     model = tiny_model("llama")
     expected = ids(model)

@@ -22,6 +22,7 @@ from mlxspec import (
 from mlxspec.decoding import Choice, ModelsChoice
 from mlxspec.engine.placement import Placement
 from mlxspec.engine.support import default_placement
+from mlxspec.scan.mlx_form import soft_cap
 from tests.hostile import PlannedDrafter
 
 Plan = Sequence[tuple[str, int]]
@@ -157,7 +158,8 @@ class RawRows(ModelsChoice):
         """See `Acceptance.choices`."""
         assert rows.logits is not None
         for row, choice in enumerate(super().choices(rows, draft, position)):
-            yield Choice(choice.token, rows.logits[row])
+            logits = rows.logits[row]
+            yield Choice(choice.token, logits if rows.cap is None else soft_cap(logits, rows.cap))
 
 
 def decode(

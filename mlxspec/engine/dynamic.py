@@ -7,7 +7,12 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import (
+    ChunkedKVCache,
+    can_trim_prompt_cache,
+    make_prompt_cache,
+    trim_prompt_cache,
+)
 
 from mlxspec.engine.protocol import Capture, ProgressCallback, VerifyRows
 from mlxspec.engine.sequence import OneSequence
@@ -157,7 +162,11 @@ class DynamicShapeEngine(OneSequence):
         """Whether `reset(to)` would succeed: always to 0, else where mlx-lm can trim its caches."""
         if not 0 <= to <= len(self._history):
             return False
-        return to in (0, len(self._history)) or can_trim_prompt_cache(self._caches)
+        if to in (0, len(self._history)):
+            return True
+        # A chunked cache drops its oldest keys, and says all the same that it can be trimmed.
+        chunked = any(isinstance(cache, ChunkedKVCache) for cache in self._caches)
+        return not chunked and can_trim_prompt_cache(self._caches)
 
     def reset(self, to: int) -> None:
         """Shorten history and cursor to `to` tokens.

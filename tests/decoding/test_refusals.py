@@ -236,6 +236,17 @@ def test_a_dynamic_forward_that_fails_leaves_no_half_of_itself(model):
     assert engine.verify([6]).argmax == fresh.verify([6]).argmax
 
 
+def test_a_dynamic_rewind_that_mlx_lm_only_pretends_to_make_is_refused():
+    """llama4's chunked caches have dropped their oldest keys, and say that they can be trimmed."""
+    engine = mlxspec.DynamicShapeEngine(tiny_model("llama4"), max_context_length=64)
+    engine.prefill(list(range(1, 30)))
+    assert not engine.allows_rewind(10)
+    with pytest.raises(mlxspec.RewindRefused):
+        engine.reset(10)
+    assert engine.processed_token_count == 29
+    engine.reset(0)
+
+
 def test_a_copy_of_a_model_is_another_model_and_can_be_made_after_generating(model):
     first = [t for t, _, _ in mlxspec.generate_step([1, 2, 3], model, max_tokens=8)]
     other = tiny_model("llama", seed=5)

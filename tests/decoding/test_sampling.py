@@ -82,7 +82,7 @@ def test_no_drafter_changes_a_token_or_a_log_probability_of_a_seed(
 
 @pytest.mark.parametrize("temp", [0.0, 1.0])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_a_model_that_drafts_for_itself_is_always_accepted(family, temp):
+def test_drafts_that_a_model_would_make_for_itself_are_always_accepted(family, temp):
     prompt = [5, 9, 2, 6]
     options = {"temp": temp} | ({"seed": 11} if temp else {})
     plain = ids(steps(family, prompt, max_tokens=50, **options))

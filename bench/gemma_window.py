@@ -214,7 +214,7 @@ def _page(report: dict[str, Any]) -> str:
         rows.append(
             [
                 case["prompt_tokens"],
-                _same(ours["plain_first_difference"]),
+                _same(ours["plain_first_difference"], ours["margin_there"]),
                 *(
                     f"{_same(ours[name]['first_difference'])}; {ours[name]['accepted']} of "
                     f"{ours[name]['drafted']} accepted ({ours[name]['acceptance']:.1%})"
@@ -244,6 +244,10 @@ def _page(report: dict[str, Any]) -> str:
             f"{report['model']}, greedy, {report['max_tokens']} tokens. mlx-lm's draft is "
             f"{report['mlx_lm_draft_model']}.",
             markdown_table(header, rows),
+            "Plain texts of two libraries may part in half precision: once a window has wrapped, "
+            "mlx-lm's cache sums the same keys in another order. `ahead by` is the difference of "
+            "mlxspec's log-probabilities of the two tokens. Lookup's acceptance is a matter of the "
+            "text; an oracle's is below 100 % only where an engine is wrong.",
             *excerpts,
             f"mlx {versions['mlx']}, mlx-lm {versions['mlx-lm']}, {machine['processor']}, "
             f"{machine['cores']} cores, {machine['device']}, {report['date']}.",
@@ -251,8 +255,12 @@ def _page(report: dict[str, Any]) -> str:
     )
 
 
-def _same(difference: int | None) -> str:
-    return "yes" if difference is None else f"no, other at index {difference}"
+def _same(difference: int | None, margin: float | None = None) -> str:
+    """Whether two texts are one; if not, where they part, and by how little if that is known."""
+    if difference is None:
+        return "yes"
+    near = "" if margin is None else f" (ahead by {margin:.3g} there)"
+    return f"no, other at index {difference}{near}"
 
 
 if __name__ == "__main__":

@@ -111,9 +111,9 @@ class SpeculativeDecoder:
             NonFiniteLogits: A row of logits was NaN throughout.
         """
         ids = token_ids(prompt, self.engine.vocab_size, "prompt")
-        self._check(ids, max_tokens)
-        max_tokens = int(max_tokens)
-        emissions = self._generate(ids, max_tokens, _token_set(stop_tokens), progress)
+        limit = _limit(max_tokens)
+        self._check(ids)
+        emissions = self._generate(ids, limit, _token_set(stop_tokens), progress)
         next(emissions)
         return emissions
 
@@ -179,7 +179,7 @@ class SpeculativeDecoder:
             self._rewind(cursor, 1 + len(draft), emitted)
         return emitted, newest
 
-    def _check(self, prompt: list[int], max_tokens: int) -> None:
+    def _check(self, prompt: list[int]) -> None:
         if not prompt:
             raise ValueError("prompt: expected at least one token, got none")
         if not getattr(self.engine, "weights_unchanged", True):
@@ -192,14 +192,6 @@ class SpeculativeDecoder:
                 f"prompt: {len(prompt)} tokens leave no room for an answer in a context of "
                 f"{self.engine.max_context_length}; shorten the prompt or raise max_context_length"
             )
-        try:
-            count = whole_number("max_tokens", max_tokens, -1)
-        except ValueError:
-            raise ValueError(
-                f"max_tokens: expected a positive number, or -1 for no limit, got {max_tokens!r}"
-            ) from None
-        if count == 0:
-            raise ValueError("max_tokens: 0 would emit nothing; use -1 for no limit")
 
     def _why_off(self) -> str | None:
         if self.engine.why_no_speculation is not None:
@@ -305,6 +297,19 @@ def finish_reason(token: int, stop_tokens: frozenset[int], wanted: int) -> Finis
     if token in stop_tokens:
         return "stop"
     return "length" if wanted <= 0 else None
+
+
+def _limit(max_tokens: Any) -> int:
+    """The most tokens to emit, -1 for no limit, as an `int`."""
+    try:
+        limit = whole_number("max_tokens", max_tokens, -1)
+    except ValueError:
+        raise ValueError(
+            f"max_tokens: expected a positive number, or -1 for no limit, got {max_tokens!r}"
+        ) from None
+    if limit == 0:
+        raise ValueError("max_tokens: 0 would emit nothing; use -1 for no limit")
+    return limit
 
 
 def _token_set(tokens: Collection[int] | mx.array | np.ndarray) -> frozenset[int]:

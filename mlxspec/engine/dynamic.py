@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -80,6 +81,8 @@ class DynamicShapeEngine(OneSequence):
             ValueError: An id outside the vocabulary, or more tokens than the context has room
                 for. The engine is as it was.
             EngineBusy: Another thread is inside the engine.
+
+        A forward that fails on its way leaves the engine empty.
         """
         with self._exclusive.call("prefill"):
             ids = token_ids(tokens, self._vocab_size, "prefill")
@@ -94,8 +97,9 @@ class DynamicShapeEngine(OneSequence):
                 progress(0, len(ids))
             for begin in range(0, len(ids), self._prefill_step_size):
                 step = ids[begin : begin + self._prefill_step_size]
-                self.model(mx.array([step]), cache=self._caches)
-                mx.eval([cache.state for cache in self._caches])
+                with self._emptied_on_failure():
+                    self.model(mx.array([step]), cache=self._caches)
+                    mx.eval([cache.state for cache in self._caches])
                 self._history += step
                 self._prefill_forward_count += 1
                 if progress:
@@ -128,13 +132,18 @@ class DynamicShapeEngine(OneSequence):
                     f"verify: the context of {self._context_length} tokens is full; shorten the "
                     "input or raise max_context_length"
                 )
-            try:
+            with self._emptied_on_failure():
                 return self._verified(ids, capture, noise_key)
-            except BaseException:
-                # How far a forward that failed moved the caches, nobody can tell.
-                self._caches = make_prompt_cache(self.model)
-                self._history.clear()
-                raise
+
+    @contextmanager
+    def _emptied_on_failure(self) -> Iterator[None]:
+        """How far a forward that failed moved the caches, nobody can tell."""
+        try:
+            yield
+        except BaseException:
+            self._caches = make_prompt_cache(self.model)
+            self._history.clear()
+            raise
 
     def _verified(self, ids: list[int], capture: Capture, noise_key: mx.array | None) -> VerifyRows:
         logits = self.model(mx.array([ids]), cache=self._caches)[:, -1]

@@ -124,7 +124,7 @@ class StaticShapeEngine(OneSequence):
         self._recurrent = layout.is_recurrent
         # Widths are compared on whole keys, whose tiles nothing cuts short.
         self._decode_in(ladder, placement, quantized_from=None)
-        self._weights = _weights(model)
+        self._weights = after
         quantized = layout if quantization is None else layout.quantized(quantization)
         first = layout.before_first_token() if starts_without_state(model) else layout
         self._tiles = {form: Tiles(model, form) for form in (layout, quantized, first)}

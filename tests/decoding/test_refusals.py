@@ -221,15 +221,21 @@ def test_what_went_wrong_in_a_processor_is_what_is_raised(family, problem):
         next(steps)
 
 
-def test_a_dynamic_forward_that_fails_leaves_no_half_of_itself(model):
+def test_a_dynamic_forward_that_fails_leaves_no_half_of_itself(model, monkeypatch):
     engine, fresh = (mlxspec.DynamicShapeEngine(model, max_context_length=N) for _ in range(2))
     engine.prefill([1, 2, 3])
 
-    def fails(logits, positions, noise_key):
+    def fails(*arguments, **keywords):
         raise RuntimeError("no scores")
 
     with pytest.raises(RuntimeError, match="no scores"):
         engine.verify([4], mlxspec.Capture(scores=fails))
+    assert engine.processed_token_count == 0
+    engine.prefill([1, 2, 3])
+    with monkeypatch.context() as broken:
+        broken.setattr(type(model), "__call__", fails)
+        with pytest.raises(RuntimeError, match="no scores"):
+            engine.prefill([4, 5, 6])
     assert engine.processed_token_count == 0
     for e in (engine, fresh):
         e.prefill([1, 2, 3])

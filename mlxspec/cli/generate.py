@@ -6,15 +6,20 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import Any, TextIO
 
 from mlxspec.cli import options
+from mlxspec.cli.arguments import decoding_arguments, engine_arguments
 from mlxspec.cli.checks import TEMPLATE_OPTIONS, idle, refuse_combinations, without_effect
 from mlxspec.cli.exits import UsageError, run_command, warn
 from mlxspec.cli.loading import Loaded, load_for
-from mlxspec.cli.output import DraftStyle, draft_style, prefill_progress, print_text
+from mlxspec.cli.output import (
+    DraftStyle,
+    draft_style,
+    prefill_progress,
+    print_any_character,
+    print_text,
+)
 from mlxspec.cli.prompts import prompt_ids, prompt_text, refuse_length
-from mlxspec.cli.sampling import sampling_arguments
 
 _NAME = "mlxspec generate"
 
@@ -69,38 +74,24 @@ def _generate(loaded: Loaded, ids: list[int], args: Namespace, style: DraftStyle
 
     from mlxspec.generation import report, stream_generate
 
-    _print_any_character(sys.stdout)
+    print_any_character(sys.stdout)
     # Reading the weights is no part of the prompt's time.
     mx.eval(loaded.model.parameters())
-    arguments = _quantization(args) | sampling_arguments(args, loaded.tokenizer)
     try:
         responses = stream_generate(
             loaded.model,
             loaded.tokenizer,
             ids,
             max_tokens=args.max_tokens,
-            stop_strings=args.stop,
-            drafter=options.lookup_drafter(args),
-            num_draft_tokens=args.num_draft_tokens,
-            align_proposals=not args.no_align_proposals,
             engine=args.engine,
-            max_context_length=loaded.context_length,
-            tile_widths=args.tile_widths,
-            exact=False if args.no_exact else None,
-            prefill_step_size=args.prefill_step_size,
             prompt_progress_callback=prefill_progress(sys.stderr),
-            **arguments,
+            **engine_arguments(args, loaded),
+            **decoding_arguments(args, loaded),
         )
     except ValueError as problem:
         # What only the engine can know, such as the widths that this device leaves it.
         raise UsageError(str(problem)) from problem
     return print_text(responses, style, report if args.verbose else None)
-
-
-def _quantization(args: Namespace) -> dict[str, Any]:
-    """How keys and values are quantized; the other options mean nothing without --kv-bits."""
-    names = ("kv_bits", "kv_group_size", "quantized_kv_start") if args.kv_bits else ()
-    return {name: getattr(args, name) for name in names}
 
 
 def _invisible_drafts(args: Namespace, style: DraftStyle | None) -> list[str]:
@@ -112,10 +103,3 @@ def _invisible_drafts(args: Namespace, style: DraftStyle | None) -> list[str]:
 def _warn_of(idle_options: list[str]) -> None:
     named = [entry for entry in idle_options if entry]
     warn(_NAME, f"without effect: {'; '.join(named)}" if named else "")
-
-
-def _print_any_character(stream: TextIO) -> None:
-    """A terminal that lacks a character shows a question mark; it does not end the text."""
-    reconfigure = getattr(stream, "reconfigure", None)
-    if reconfigure is not None:
-        reconfigure(errors="replace")

@@ -113,3 +113,10 @@ def prefill_progress(stream: TextIO) -> Callable[[int, int], None] | None:
             stream.flush()
 
     return show
+
+
+def print_any_character(stream: TextIO) -> None:
+    """A terminal that lacks a character shows a question mark; it does not end the text."""
+    reconfigure = getattr(stream, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="replace")

@@ -1,0 +1,34 @@
+"""From options to keyword arguments of the generation, for every command that generates."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from mlxspec.cli.loading import Loaded
+from mlxspec.cli.options import lookup_drafter
+from mlxspec.cli.sampling import sampling_arguments
+
+
+def engine_arguments(args: Namespace, loaded: Loaded) -> dict[str, Any]:
+    """How the model is run: what an engine is made with; None is its default."""
+    quantization = ("kv_bits", "kv_group_size", "quantized_kv_start") if args.kv_bits else ()
+    return {
+        "max_context_length": loaded.context_length,
+        "tile_widths": args.tile_widths,
+        "exact": False if args.no_exact else None,
+        "prefill_step_size": args.prefill_step_size,
+        # The other two mean nothing without --kv-bits.
+        **{name: getattr(args, name) for name in quantization},
+    }
+
+
+def decoding_arguments(args: Namespace, loaded: Loaded) -> dict[str, Any]:
+    """How tokens are drafted and chosen, whichever engine runs the model."""
+    return {
+        "drafter": lookup_drafter(args),
+        "num_draft_tokens": args.num_draft_tokens,
+        "align_proposals": not args.no_align_proposals,
+        "stop_strings": args.stop,
+        **sampling_arguments(args, loaded.tokenizer),
+    }

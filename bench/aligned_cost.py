@@ -13,10 +13,11 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from bench.common import RESULTS
 from bench.pairs import case_of, plain_pair, write_result
 from mlxspec.engine.support import model_from_config
 
-RESULT = Path(__file__).resolve().parent / "results" / "aligned_cost.json"
+RESULT = RESULTS / "aligned_cost.json"
 VOCAB = 4096
 SHAPES = {
     "mamba2": {
@@ -66,7 +67,10 @@ CASES = (
 
 def main() -> None:
     """Measure, print a line per case, write the result."""
-    parser = argparse.ArgumentParser(description="The price of placing tiles for recurrent models.")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.aligned_cost",
+        description=__doc__.splitlines()[0],
+    )
     parser.add_argument("--blocks", type=int, default=20, help="pairs per case")
     parser.add_argument("--tokens", type=int, default=8, help="tokens per block")
     parser.add_argument("--output", type=Path, default=RESULT)

@@ -13,13 +13,15 @@ import argparse
 import statistics
 import time
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import llama
 
-from bench.common import RESULTS, markdown_table, provenance, write_json
+from bench.common import RESULTS
 from mlxspec import StaticShapeEngine
+from mlxspec.benchmark import markdown_table, provenance, write_json
 
 SHAPE = {
     "model_type": "llama",
@@ -101,7 +103,11 @@ def main() -> None:
         prog="python -m bench.cache_cost", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--steps", type=int, default=60, help="steps of each case")
-    steps = parser.parse_args().steps
+    parser.add_argument(
+        "--output", type=Path, default=RESULTS / "cache_cost", help="results without their ending"
+    )
+    arguments = parser.parse_args()
+    steps = arguments.steps
     mx.random.seed(0)
     model = llama.Model(llama.ModelArgs.from_dict(SHAPE))
     engines = {capacity: filled_engine(model, capacity) for capacity in CAPACITIES}
@@ -142,8 +148,8 @@ def main() -> None:
     print(text)
     data = {"model": SHAPE, "tokens_in_cache": FILL, "steps": steps}
     data |= {"costs": [asdict(cost) for cost in costs], "step_ratio_by_rows": ratios}
-    write_json(RESULTS / "cache_cost.json", provenance() | data)
-    (RESULTS / "cache_cost.md").write_text(text + "\n")
+    write_json(arguments.output.with_suffix(".json"), provenance() | data)
+    arguments.output.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
 
 
 def filled_engine(model: nn.Module, capacity: int) -> StaticShapeEngine:

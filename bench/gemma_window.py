@@ -23,10 +23,11 @@ import mlx.nn as nn
 from mlx_lm.generate import generate_step, speculative_generate_step
 
 import mlxspec
-from bench.common import RESULTS, ROOT, markdown_table, provenance, write_json
+from bench.common import RESULTS, ROOT
 from mlxspec import Drafter, PromptLookup, SpeculationStats
+from mlxspec.benchmark import markdown_table, provenance, write_json
 
-TEXT = ROOT / "bench" / "workloads" / "gemma_window.txt"
+TEXT = ROOT / "bench" / "texts" / "gemma_window.txt"
 WINDOW = 512
 MLXSPEC_DRAFT_TOKENS = 7
 MLX_LM_DRAFT_TOKENS = 3

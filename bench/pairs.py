@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import platform
-import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +14,7 @@ from mlx_lm.generate import generate_step as mlx_lm_generate_step
 
 import mlxspec
 from mlxspec import StaticShapeEngine
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Median and quartiles of a sample."""
-
-    median: float
-    lower_quartile: float
-    upper_quartile: float
-
-    @staticmethod
-    def of(sample: Sequence[float]) -> Spread:
-        lower, median, upper = statistics.quantiles(sample, n=4)
-        return Spread(median, lower, upper)
-
-    def __str__(self) -> str:
-        return f"{self.median:.2f} ({self.lower_quartile:.2f} to {self.upper_quartile:.2f})"
+from mlxspec.benchmark import Spread, provenance, write_json
 
 
 @dataclass(frozen=True)
@@ -52,9 +32,11 @@ class PlainPair:
     same_tokens: bool
 
     def __str__(self) -> str:
+        quartiles = f"{self.ratio.lower_quartile:.2f} to {self.ratio.upper_quartile:.2f}"
         return (
             f"mlx-lm {self.mlx_lm_ms.median:.2f} ms, mlxspec {self.mlxspec_ms.median:.2f} ms, "
-            f"{self.ratio} times mlx-lm's speed, same tokens: {self.same_tokens}"
+            f"{self.ratio.median:.2f} (quartiles {quartiles}) times mlx-lm's speed, same tokens: "
+            f"{self.same_tokens}"
         )
 
 
@@ -90,17 +72,13 @@ def plain_pair(
 
 def write_result(file: Path, blocks: int, tokens: int, cases: list[dict[str, Any]]) -> None:
     """Write cases of `PlainPair` and what they were measured on as JSON."""
-    file.parent.mkdir(exist_ok=True)
-    result = {
-        "what": "plain decoding, milliseconds per token, median and quartiles over paired blocks",
-        "device": str(mx.default_device()),
-        "machine": f"{platform.system()} {platform.machine()}",
-        "versions": {name: version(name) for name in ("mlx", "mlx-lm")},
+    result = provenance() | {
+        "what": "plain decoding, milliseconds per token, spread over paired blocks",
         "blocks": blocks,
         "tokens_per_block": tokens,
         "cases": cases,
     }
-    file.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(file, result)
 
 
 def case_of(pair: PlainPair, **facts: Any) -> dict[str, Any]:

@@ -1,22 +1,23 @@
 """What the scan costs: its form here against the MLX operations it replaces, in one run.
 
-Run `python bench/scan_cost.py [--json FILE]`. Each pair is measured in turns, so that a change of
+    python -m bench.scan_cost
+
+Each pair is measured in turns, so that a change of
 the machine's mood meets both. On a Mac the Metal form is timed beside them.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 import mlx.core as mx
 
+from bench.common import RESULTS
+from mlxspec.benchmark import provenance, write_json
 from mlxspec.scan import LogitRowScan
 
 SHAPES = ((1, 49_152), (8, 49_152), (1, 262_144), (8, 262_144))
@@ -97,20 +98,22 @@ def measure(turns: int) -> list[Cost]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.scan_cost", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--turns", type=int, default=25, help="how often each is timed")
-    parser.add_argument("--json", type=Path, help="write the figures to this file too")
+    parser.add_argument("--output", type=Path, default=RESULTS / "scan_cost.json")
     options = parser.parse_args()
     costs = measure(options.turns)
-    machine = f"{platform.processor() or platform.machine()}, mlx {version('mlx')}"
+    about = provenance()
+    machine = f"{about['machine']['processor']}, mlx {about['versions']['mlx']}"
     print(f"{machine}: MLX's operations, then the scan; ms, fastest of {options.turns}")
     for c in costs:
         how = "compiled" if c.compiled else "eager"
         what = f"{c.rows} x {c.vocab} {c.dtype} cap {c.cap or '-'} {how} {c.form} {c.field}"
         print(f"{what:62} {c.replaced_ms:8.3f} {c.scan_ms:8.3f}  x{c.ratio:.2f}")
-    if options.json:
-        figures = {"machine": machine, "costs": [asdict(c) | {"ratio": c.ratio} for c in costs]}
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    figures = {"turns": options.turns, "costs": [asdict(c) | {"ratio": c.ratio} for c in costs]}
+    write_json(options.output, about | figures)
 
 
 if __name__ == "__main__":

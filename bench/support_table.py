@@ -11,26 +11,23 @@ mlxspec/engine/support.py, and no row of a table.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
 import pkgutil
-import platform
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.models
 from mlx_lm.models.cache import make_prompt_cache
 
+from bench.common import RESULTS, ROOT
 from mlxspec import DynamicShapeEngine, RewindRefused
+from mlxspec.benchmark import provenance, write_json
 from mlxspec.engine.support import family_of, why_not_static
 from tests.families.exactness import (
     ONE_WIDTH,
@@ -44,9 +41,6 @@ from tests.families.exactness import (
 )
 from tests.families.tiny import tiny_configs, tiny_model
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-RESULTS = REPOSITORY / "bench" / "results"
-COMMAND = "python -m bench.support_table"
 PROMPT_LENGTHS = (1, 40)
 TOKENS = 48
 
@@ -60,31 +54,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Which models run under which engine.")
     parser.add_argument("--module", help="examine one module and print what was found as JSON")
     parser.add_argument("--timeout", type=float, default=300, help="seconds a module may take")
+    parser.add_argument(
+        "--modules", nargs="+", metavar="NAME", help="these modules only; default: all"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=RESULTS / "support", help="results without their ending"
+    )
     arguments = parser.parse_args()
     if arguments.module:
         print(json.dumps(examine_module(arguments.module)))
         return
     modules = {}
-    for name in sorted(module_names(), key=str.lower):
+    for name in arguments.modules or sorted(module_names(), key=str.lower):
         modules[name] = in_a_process(name, arguments.timeout)
         print(f"{name:24} {brief(modules[name])}", flush=True)
     wrong = [row["name"] for rows in modules.values() for row in rows or () if is_wrong(row)]
     if wrong:
         sys.exit(f"accepted and wrong, so that no table was written: {', '.join(wrong)}")
-    table = {
-        "command": COMMAND,
-        "date": datetime.date.today().isoformat(),
-        "machine": machine(),
-        "versions": {name: version(name) for name in ("mlx", "mlx-lm", "mlxspec")}
-        | {"python": platform.python_version()},
+    table = provenance() | {
         "checked": {"prompt_lengths": PROMPT_LENGTHS, "tokens": TOKENS, "dtype": "float32"},
         "summary": summary(modules),
         "modules": {name: rows for name, rows in modules.items() if rows is not None},
         "not_models": [name for name, rows in modules.items() if rows is None],
     }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "support.json").write_text(json.dumps(table, indent=1) + "\n")
-    (RESULTS / "support.md").write_text(page(table))
+    write_json(arguments.output.with_suffix(".json"), table)
+    arguments.output.with_suffix(".md").write_text(page(table), encoding="utf-8")
 
 
 def module_names() -> list[str]:
@@ -96,9 +90,7 @@ def in_a_process(module: str, timeout: float) -> list[Row] | None:
     """What `examine_module` returns; a crash or a hang makes a row too."""
     command = [sys.executable, "-m", "bench.support_table", "--module", module]
     try:
-        done = subprocess.run(
-            command, cwd=REPOSITORY, capture_output=True, text=True, timeout=timeout
-        )
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired:
         return [not_buildable(module, f"no result within {timeout:.0f} seconds")]
     if done.returncode < 0:
@@ -206,16 +198,6 @@ def summary(modules: dict[str, list[Row] | None]) -> dict[str, dict[str, int]]:
     return {
         engine: dict(Counter(row[engine]["verdict"] for row in first))
         for engine in ("static", "dynamic")
-    }
-
-
-def machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
-    return {
-        "system": platform.system(),
-        "architecture": platform.machine(),
-        "cores": os.cpu_count(),
-        "device": str(mx.default_device()),
     }
 
 

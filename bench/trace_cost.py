@@ -17,14 +17,16 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import mlx.nn as nn
 from mlx_lm.models import llama
 
 import mlxspec
 from bench import openblas
-from bench.common import RESULTS, markdown_table, provenance, write_json
+from bench.common import RESULTS
 from mlxspec import Capture, StaticShapeEngine
+from mlxspec.benchmark import markdown_table, provenance, write_json
 from mlxspec.engine.spans import SpanRule
 
 SpanOf = Callable[[int], int]
@@ -95,6 +97,9 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2:f32", help="%(default)s by default")
     parser.add_argument("--openblas", action="store_true", help="see bench/openblas.py")
     parser.add_argument("--repeats", type=int, default=5, help="steps timed at each place")
+    parser.add_argument(
+        "--output", type=Path, default=RESULTS / "trace_cost", help="results without their ending"
+    )
     arguments = parser.parse_args()
     if arguments.openblas:
         openblas.run_again_with_openblas("bench.trace_cost", sys.argv[1:])
@@ -111,8 +116,8 @@ def main() -> None:
     print(text)
     data = {"model": arguments.model, "blas": blas, "prompt_tokens": PROMPT_TOKENS}
     data |= {"tiles": [asdict(cost) for cost in costs], "sums": [asdict(one) for one in sums]}
-    write_json(RESULTS / "trace_cost.json", provenance() | data)
-    (RESULTS / "trace_cost.md").write_text(text + "\n")
+    write_json(arguments.output.with_suffix(".json"), provenance() | data)
+    arguments.output.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
 
 
 def measured(model: nn.Module, repeats: int) -> list[TileCost]:

@@ -15,10 +15,11 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 
+from bench.common import RESULTS
 from bench.pairs import case_of, plain_pair, write_result
 from mlxspec.engine.support import model_from_config
 
-RESULT = Path(__file__).resolve().parent / "results" / "window_cost.json"
+RESULT = RESULTS / "window_cost.json"
 WINDOW = 512
 SHAPE = {
     "model_type": "gemma3_text",
@@ -44,7 +45,9 @@ def gemma3_shaped(window: int) -> nn.Module:
 
 def main() -> None:
     """Measure, print a line per case, write the result."""
-    parser = argparse.ArgumentParser(description="The cost of a step in a long context.")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.window_cost", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192])
     parser.add_argument("--blocks", type=int, default=20, help="pairs per case")
     parser.add_argument("--tokens", type=int, default=8, help="tokens per block")

@@ -126,7 +126,7 @@ def refuse_combinations(parser: Parser, args: Namespace) -> None:
             other = _OTHER_ENGINE[args.engine]
             raise UsageError(f"{flag(name)}: {reason}; leave it out, or give --engine {other}")
     _refuse_rejection(parser, args)
-    _refuse_ngram_range(args)
+    refuse_ngram_range(args)
     _refuse_template_variables(args.chat_template_config or {})
 
 
@@ -159,7 +159,12 @@ def _refuse_rejection(parser: Parser, args: Namespace) -> None:
             )
 
 
-def _refuse_ngram_range(args: Namespace) -> None:
+def refuse_ngram_range(args: Namespace) -> None:
+    """Refuse a match that would have to be longer than it may be.
+
+    Raises:
+        UsageError: Names both options.
+    """
     least, most = ngram_range(args)
     if least > most:
         raise UsageError(

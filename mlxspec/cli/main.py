@@ -30,6 +30,9 @@ COMMANDS = {
     "verify": Command(
         "mlxspec.cli.verify", "show on this machine that speculation changes nothing"
     ),
+    "benchmark": Command(
+        "mlxspec.cli.benchmark", "measure mlx-lm and mlxspec on the same texts in one run"
+    ),
     "models": Command("mlxspec.cli.models", "list, fetch and remove demo models; what a model is"),
 }
 

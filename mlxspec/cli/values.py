@@ -68,6 +68,21 @@ def one_of(*choices: T) -> Callable[[str], T]:
     return parse
 
 
+def names_of(*choices: str, everything: str) -> Callable[[str], tuple[str, ...]]:
+    """A type for names separated by commas, each once; one word stands for all of them."""
+    expected = f"names of {', '.join(choices)} with commas between, or {everything}"
+
+    def parse(text: str) -> tuple[str, ...]:
+        names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+        if names == (everything,):
+            return choices
+        if not set(names) <= set(choices):
+            raise _unexpected(expected, text)
+        return names
+
+    return parse
+
+
 def truth(text: str) -> bool:
     """mlx-lm's way to say no: False or F; anything else is yes."""
     return text.lower() not in ("false", "f")

@@ -68,6 +68,9 @@ def test_the_wheel_holds_kernels_types_and_licence(wheel: Path) -> None:
     kernels = {path.name for path in (CHECKOUT / "kernels").iterdir()}
     assert any(name.endswith(".metal") for name in kernels)
     assert {f"mlxspec/kernels/{name}" for name in kernels} <= set(names)
+    texts = {path.name for path in (CHECKOUT / "mlxspec/benchmark/texts").iterdir()}
+    assert len(texts) == 5
+    assert {f"mlxspec/benchmark/texts/{name}" for name in texts} <= set(names)
     assert "mlxspec/py.typed" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert {name.split("/")[0] for name in names} == {

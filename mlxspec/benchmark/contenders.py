@@ -8,7 +8,7 @@ brings several tokens with it. Everything is traced and every kernel compiled be
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -20,6 +20,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import mlxspec
 from mlxspec import Drafter, SpeculationStats, StaticShapeEngine
+from mlxspec.engine.spans import SpanRule
+
+_PREFILL_STEP = 2048
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,9 @@ class Run:
 class Contender(Protocol):
     """A way of generating."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What tables call it."""
 
     def warm_up(self, prompt: list[int], limit: int) -> None:
         """Trace and compile what `run` with these arguments will meet."""
@@ -66,7 +71,7 @@ class MlxLmPlain:
 
     def run(self, prompt: list[int], limit: int, stop: Collection[int]) -> Run:
         """See `Contender`."""
-        cache = _prefilled(self.model, prompt)
+        cache = prefilled(self.model, prompt)
         tokens: list[int] = []
         begin = time.perf_counter()
         with closing(
@@ -98,7 +103,7 @@ class MlxLmSpeculative:
 
     def run(self, prompt: list[int], limit: int, stop: Collection[int]) -> Run:
         """See `Contender`."""
-        caches = _prefilled(self.model, prompt) + _prefilled(self.draft, prompt)
+        caches = prefilled(self.model, prompt) + prefilled(self.draft, prompt)
         tokens: list[int] = []
         drafted: list[bool] = []
         begin = time.perf_counter()
@@ -127,22 +132,32 @@ class MlxLmSpeculative:
 
 @dataclass(frozen=True)
 class Mlxspec:
-    """mlxspec's `generate_step`, greedy, with a drafter or without one."""
+    """mlxspec's `generate_step`, with a drafter or without one.
+
+    Attributes:
+        name: What tables call it.
+        model: The target.
+        engine: Its engine, emptied before every run so that all runs begin alike.
+        make_drafter: Makes a run's drafter; None decodes plainly.
+        num_draft_tokens: Most tokens to draft a round; None is what a user gets who does not say.
+        sampling: Keyword arguments of `generate_step` that choose tokens; default: greedy.
+    """
 
     name: str
     model: nn.Module
     engine: StaticShapeEngine
     make_drafter: Callable[[], Drafter] | None = None
-    num_draft_tokens: int = 0
+    num_draft_tokens: int | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
     def warm_up(self, prompt: list[int], limit: int) -> None:
         """Trace every tile that a generation this long may meet: each width in each span."""
-        first = len(prompt) - 1
+        first, step = len(prompt) - 1, SpanRule.step
         tokens = prompt * (2 + limit // len(prompt))
         widths = self.engine.tile_widths if self.make_drafter else self.engine.tile_widths[:1]
-        # Every span begins at a multiple of the smallest, which has 256 slots. The last comes
-        # first: a cache that grows later would have its tiles traced again.
-        later = range(first - first % 256 + 256, first + limit, 256)
+        # Every span begins at a multiple of the smallest. The last comes first: a cache that
+        # grows later would have its tiles traced again.
+        later = range(first - first % step + step, first + limit, step)
         for position in (*reversed(later), first):
             stats = SpeculationStats()
             with closing(
@@ -154,21 +169,25 @@ class Mlxspec:
                     num_draft_tokens=widths[-1] - 1,
                     max_tokens=2 * sum(widths),
                     stats=stats,
+                    **self.sampling,
                 )
             ) as steps:
-                while stats.rounds <= len(widths):
-                    next(steps)
+                for _ in steps:
+                    if stats.rounds > len(widths):
+                        break
 
     def run(self, prompt: list[int], limit: int, stop: Collection[int]) -> Run:
         """See `Contender`."""
+        self.engine.reset(0)
         stats = SpeculationStats()
-        begin = 0.0
+        begin = time.perf_counter()
 
         def mark(processed: int, total: int) -> None:
             nonlocal begin
             begin = time.perf_counter()
 
         tokens: list[int] = []
+        rounds = _Rounds(stats)
         with closing(
             mlxspec.generate_step(
                 prompt,
@@ -180,10 +199,12 @@ class Mlxspec:
                 stop_tokens=stop,
                 stats=stats,
                 prompt_progress_callback=mark,
+                **self.sampling,
             )
         ) as steps:
             for token, _, _ in steps:
                 tokens.append(token)
+                rounds.look(len(tokens))
                 seconds = time.perf_counter() - begin
         return Run(
             tokens,
@@ -194,9 +215,29 @@ class Mlxspec:
                 "tile_widths": list(self.engine.tile_widths),
                 "num_draft_tokens": self.num_draft_tokens,
                 "compiled": self.engine.compiled,
+                "drafts": rounds.drafts if self.make_drafter else [],
                 "stats": stats.as_dict(),
             },
         )
+
+
+class _Rounds:
+    """How long each round's draft was, read off the counters as tokens come.
+
+    Attributes:
+        drafts: For each round, [tokens emitted before it, tokens drafted].
+    """
+
+    def __init__(self, stats: SpeculationStats):
+        self._stats = stats
+        self._rounds = self._drafted = 0
+        self.drafts: list[list[int]] = []
+
+    def look(self, emitted: int) -> None:
+        """A token came; a round's first one brings the round's draft into the counters."""
+        if self._stats.rounds > self._rounds:
+            self.drafts.append([emitted - 1, self._stats.drafted - self._drafted])
+            self._rounds, self._drafted = self._stats.rounds, self._stats.drafted
 
 
 class _EveryWidth:
@@ -217,11 +258,11 @@ class _EveryWidth:
         """Nothing is remembered."""
 
 
-def _prefilled(model: nn.Module, prompt: list[int]) -> list[Any]:
-    """mlx-lm's caches after all of the prompt but its last token."""
+def prefilled(model: nn.Module, tokens: list[int]) -> list[Any]:
+    """mlx-lm's caches after all of the tokens but the last, in mlx-lm's own steps."""
     cache = make_prompt_cache(model)
-    if len(prompt) > 1:
-        model(mx.array([prompt[:-1]]), cache=cache)
+    for begin in range(0, len(tokens) - 1, _PREFILL_STEP):
+        model(mx.array([tokens[begin : min(begin + _PREFILL_STEP, len(tokens) - 1)]]), cache=cache)
         mx.eval([layer.state for layer in cache])
     mx.clear_cache()
     return list(cache)

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from bench.common import Range, markdown_table
-from bench.compare_mlx_lm import _first_difference
-from bench.contenders import Contender, MlxLmPlain, MlxLmSpeculative, Mlxspec
-from bench.workloads import NAMES, load_workload
 from mlxspec import PromptLookup, StaticShapeEngine
+from mlxspec.benchmark import (
+    NAMES,
+    Contender,
+    MlxLmPlain,
+    MlxLmSpeculative,
+    Mlxspec,
+    load_workload,
+    markdown_table,
+)
+from mlxspec.benchmark.comparison import first_difference
 from tests.families.tiny import tiny_model
 
 # Its answer to this prompt crosses the first span's end at 256.
@@ -76,18 +82,36 @@ def test_the_first_difference_is_told_with_the_margin_of_the_expected_token():
     model = tiny_model("llama")
     tokens = MlxLmPlain(model).run(PROMPT, 6, ()).tokens
     other = [*tokens[:4], (tokens[4] + 1) % 60, tokens[5]]
-    assert _first_difference(model, PROMPT, tokens, tokens) is None
-    found = _first_difference(model, PROMPT, other, tokens)
+    assert first_difference(model, PROMPT, tokens, tokens) is None
+    found = first_difference(model, PROMPT, other, tokens)
     assert found["at_token"] == 4
     assert found["logit_margin"] > 0
-    assert _first_difference(model, PROMPT, tokens[:3], tokens) == {
+    assert first_difference(model, PROMPT, tokens[:3], tokens) == {
         "at_token": 3,
         "logit_margin": None,
     }
 
 
-def test_a_range_and_a_table_say_what_they_were_given():
-    assert Range.of([3.0, 1.0, 2.0]) == Range(2.0, 1.0, 3.0)
+def test_the_drafts_of_a_run_are_told_round_by_round():
+    model = tiny_model("llama")
+    engine = StaticShapeEngine(model, tile_widths=(1, 4))
+    text = PROMPT + MlxLmPlain(model).run(PROMPT, LIMIT, ()).tokens
+
+    class Oracle(PromptLookup):
+        def propose(self, history, budget):
+            return text[len(history) : len(history) + budget]
+
+    run = Mlxspec("oracle", model, engine, Oracle, 3).run(PROMPT, LIMIT, ())
+    assert sum(length for _, length in run.details["drafts"]) == run.details["stats"]["drafted"]
+    assert len(run.details["drafts"]) == run.details["stats"]["rounds"]
+    # Every draft is right, so a round brings its draft and one token more.
+    starts = [start for start, _ in run.details["drafts"]]
+    ends = [start + length + 1 for start, length in run.details["drafts"]]
+    assert starts == [0, *ends[:-1]]
+    assert ends[-1] == LIMIT
+
+
+def test_a_table_says_what_it_was_given():
     assert markdown_table(("a", "bc"), [("def", 1)]).splitlines() == [
         "| a   | bc |",
         "|-----|----|",

@@ -28,7 +28,11 @@ from mlxspec.engine import SpeculativeEngine, engine_for
 # Keyword arguments of mlx-lm that cannot be honoured: the value that asks for nothing, and why.
 _REFUSED: dict[str, tuple[Any, str]] = {
     "draft_model": (None, "draft models are not run so far; prompt_lookup=True drafts without one"),
-    "prompt_cache": (None, "the state lives in an engine; pass one as engine="),
+    "prompt_cache": (
+        None,
+        "the state lives in an engine: pass one as engine=, which goes on from what it holds of "
+        "the prompt",
+    ),
     "max_kv_size": (None, "a cache that forgets its oldest keys could not be rewound"),
     "input_embeddings": (None, "an engine's history is made of token ids"),
     "stream": (None, "the calling thread's default stream is used"),
@@ -92,7 +96,8 @@ def make_decoder(
         logits_processors: mlx-lm's kind of processors, called once per emitted token with (prompt
             and output so far [n], logits [1, vocab]).
         engine: "static" or "dynamic" for an engine that is kept with the model from call to
-            call, or an engine of your own, whose sequence is begun anew.
+            call and begins every sequence anew; or an engine of your own, which goes on from
+            what it holds of the prompt: see `stats.reused_tokens`.
         max_context_length: Most tokens of prompt and output; None is what the config declares.
         tile_widths: Widths of the static engine's decode tiles; None is what the layers take.
         exact: False takes every default width, also those that round differently on this device:
@@ -154,11 +159,18 @@ def make_decoder(
         idle.append("seed (decoding is greedy)")
     if idle:
         warnings.warn(f"without effect: {', '.join(idle)}", UserWarning, stacklevel=4)
+    own = not isinstance(engine, str)
     if isinstance(engine, str):
         engine = engine_for(model, engine, **engine_options)
     _refuse_counts(sampling, engine.vocab_size)
     decoder = SpeculativeDecoder(
-        engine, drafter, decoding_options, acceptance=rule, seed=drawn, stats=stats
+        engine,
+        drafter,
+        decoding_options,
+        acceptance=rule,
+        seed=drawn,
+        stats=stats,
+        reuse_prefix=own,
     )
     decoder.stats.seed = None if sampling.greedy else drawn
     return decoder

@@ -207,12 +207,14 @@ def _responses(
     detokenizer = tokenizer.detokenizer
     prompt_seconds = 0.0
     count = 0
+    reused = stats.reused_tokens
     begin = time.perf_counter()
     with wired_limit(model), closing(emissions):
         for emission in emissions:
             count += 1
             if count == 1:
                 prompt_seconds = time.perf_counter() - begin
+                processed = prompt_tokens - (stats.reused_tokens - reused)
                 begin = time.perf_counter()
             reason = emission.finish_reason
             if reason != "stop":
@@ -229,7 +231,7 @@ def _responses(
                 logprobs=emission.logprobs,
                 from_draft=emission.from_draft,
                 prompt_tokens=prompt_tokens,
-                prompt_tps=prompt_tokens / prompt_seconds,
+                prompt_tps=processed / prompt_seconds,
                 generation_tokens=count,
                 generation_tps=count / (time.perf_counter() - begin),
                 peak_memory=mx.get_peak_memory() / 1e9,

@@ -76,6 +76,9 @@ class ScriptedEngine:
     def allows_rewind(self, to: int) -> bool:
         return 0 <= to <= len(self._history)
 
+    def longest_rewind(self, to: int) -> int:
+        return min(to, len(self._history))
+
     def reset(self, to: int) -> None:
         assert self.allows_rewind(to)
         self.call_count += 1

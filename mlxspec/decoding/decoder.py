@@ -19,6 +19,7 @@ from mlxspec.decoding.acceptance import Acceptance, ModelsChoice
 from mlxspec.decoding.options import SpeculativeDecodingOptions
 from mlxspec.decoding.sampling import noise_key
 from mlxspec.decoding.stats import SpeculationStats
+from mlxspec.decoding.turns import Prefix, held_prefix
 from mlxspec.drafting import Drafter
 from mlxspec.engine.protocol import ProgressCallback, SpeculativeEngine, VerifyRows
 from mlxspec.engine.tokens import TokenView, token_ids
@@ -61,6 +62,8 @@ class SpeculativeDecoder:
         acceptance: How tokens are chosen from verified rows; default: greedy.
         seed: Of every draw, 0 to 2**64 - 1.
         stats: Counters to add to; default: new ones.
+        reuse_prefix: Go on from what the engine holds of a prompt's beginning, as far as its
+            layers can go back to it; False begins every sequence anew.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class SpeculativeDecoder:
         acceptance: Acceptance | None = None,
         seed: int = 0,
         stats: SpeculationStats | None = None,
+        reuse_prefix: bool = True,
     ):
         self.engine = engine
         self.drafter = drafter
@@ -80,8 +84,12 @@ class SpeculativeDecoder:
         self.stats = stats if stats is not None else SpeculationStats()
         self.stats.why_off = self._why_off()
         self.stats.note = engine.note
+        self._reuse_prefix = reuse_prefix
         self._noise_key = noise_key(seed)
-        self._calls = engine.call_count
+        # The engine's calls when it was last left; None while this decoder is inside it.
+        self._calls: int | None = engine.call_count
+        # How many tokens of the engine's history the drafter has been shown.
+        self._shown = 0
 
     def generate(
         self,
@@ -91,7 +99,10 @@ class SpeculativeDecoder:
         stop_tokens: Collection[int] = (),
         progress: ProgressCallback | None = None,
     ) -> Generator[Emission, None, None]:
-        """Begin a new sequence with `prompt` and emit what follows it.
+        """Emit what follows `prompt`.
+
+        What the engine holds of the prompt from the turn before is used again, see
+        `reuse_prefix`; `stats.reused_tokens` tells how much.
 
         Everything is checked at the call, before the engine is touched, and the engine is held
         from the call until the generator ends or is closed. However it ends, the engine then
@@ -101,7 +112,8 @@ class SpeculativeDecoder:
             prompt: Token ids, [n] with 1 <= n < max_context_length.
             max_tokens: Most tokens to emit; -1 goes on until the context ends.
             stop_tokens: Ids that end the text; the one that does is emitted, as the last.
-            progress: Called during prefill with (tokens processed, tokens of the prompt).
+            progress: Called during prefill with (tokens processed, tokens of the prompt that are
+                not reused).
 
         Raises:
             ValueError: The prompt is empty, too long or outside the vocabulary, or `max_tokens`
@@ -149,19 +161,18 @@ class SpeculativeDecoder:
         """
         cursor = self.engine.processed_token_count
         draft = self._draft(anchor, wanted)
-        rows = self._verify([anchor, *draft])
-        if draft and self.engine.vocab_size in rows.nan_count:
-            # 0 * NaN is NaN: on CPU a draft that is no number reaches the rows that do not even
-            # see it. Without it the model says what it says by itself.
-            self.engine.reset(cursor)
-            self._calls = self.engine.call_count
-            draft = []
-            rows = self._verify([anchor])
-        self.stats.rounds += 1
-        self.stats.plain_rounds += not draft
-        self.stats.drafted += len(draft)
         emitted = 0
         try:
+            rows = self._verify([anchor, *draft])
+            if draft and self.engine.vocab_size in rows.nan_count:
+                # 0 * NaN is NaN: on CPU a draft that is no number reaches the rows that do not
+                # even see it. Without it the model says what it says by itself.
+                self._reset(cursor)
+                draft = []
+                rows = self._verify([anchor])
+            self.stats.rounds += 1
+            self.stats.plain_rounds += not draft
+            self.stats.drafted += len(draft)
             self._require_number(rows, 0, cursor)
             for token, logprobs in self.acceptance.choices(rows, draft, cursor + 1):
                 from_draft = emitted < len(draft) and draft[emitted] == token
@@ -176,7 +187,7 @@ class SpeculativeDecoder:
                 if from_draft:
                     self._require_number(rows, emitted, cursor)
         finally:
-            self._rewind(cursor, 1 + len(draft), emitted)
+            self._rewind(cursor + emitted)
         return emitted, newest
 
     def _check(self, prompt: list[int]) -> None:
@@ -208,13 +219,22 @@ class SpeculativeDecoder:
         begin = time.perf_counter()
         engine, stats = self.engine, self.stats
         forwards, traces = engine.prefill_forward_count, engine.trace_count
-        engine.reset(0)
-        if self.drafter is not None:
+        held = held_prefix(engine, prompt) if self._reuse_prefix else Prefix(0, 0, 0)
+        if self.drafter is not None and not (
+            # What the drafter has seen is still the beginning of the text.
+            0 < self._shown <= held.shared and engine.call_count == self._calls
+        ):
             self.drafter.reset()
+        self._shown = 0
+        self._calls = None
+        if held.reusable < engine.processed_token_count or not held.reusable:
+            engine.reset(held.reusable)
         self.acceptance.begin(prompt)
-        engine.prefill(prompt[:-1], _counting_anchor(progress))
+        engine.prefill(prompt[held.reusable : -1], _counting_anchor(progress))
         self._calls = engine.call_count
         stats.prompt_tokens += len(prompt)
+        stats.reused_tokens += held.reusable
+        stats.lost_tokens += held.lost
         stats.prefill_forwards += engine.prefill_forward_count - forwards
         stats.traces += engine.trace_count - traces
         stats.seconds["prefill"] += time.perf_counter() - begin
@@ -230,6 +250,7 @@ class SpeculativeDecoder:
             fits = self.engine.max_verify_block_length - 1
         budget = max(0, min(self.options.num_draft_tokens, fits, wanted - 1))
         history = TokenView(self.engine.tokens, last=anchor)
+        self._shown = len(history)
         self.drafter.commit(len(history))
         draft = _checked_proposal(self.drafter, history, budget, self.engine.vocab_size)
         self.stats.seconds["draft"] += time.perf_counter() - begin
@@ -239,6 +260,7 @@ class SpeculativeDecoder:
         begin = time.perf_counter()
         traces = self.engine.trace_count
         self._refuse_intruders()
+        self._calls = None
         rows = self.engine.verify(block, self.acceptance.capture, self._noise_key)
         self._calls = self.engine.call_count
         self.stats.forwards += rows.forwards
@@ -247,19 +269,25 @@ class SpeculativeDecoder:
         self.stats.seconds["verify"] += time.perf_counter() - begin
         return rows
 
-    def _rewind(self, cursor: int, block: int, emitted: int) -> None:
+    def _rewind(self, to: int) -> None:
         """Leave the engine at what was emitted but for the newest token."""
         self._refuse_intruders()
-        try:
-            self.engine.reset(cursor + emitted)
-        except RewindRefused:
-            # Only an engine that takes no drafts refuses, and only where nothing was emitted
-            # since something failed: what failed is the news, and the state is gone.
-            self.engine.reset(0)
+        if self.engine.processed_token_count > to:
+            try:
+                self._reset(to)
+            except RewindRefused:
+                # Only an engine that takes no drafts refuses, and only where nothing was emitted
+                # since something failed: what failed is the news, and the state is gone.
+                self._reset(0)
+        self._calls = self.engine.call_count
+
+    def _reset(self, to: int) -> None:
+        self._calls = None
+        self.engine.reset(to)
         self._calls = self.engine.call_count
 
     def _refuse_intruders(self) -> None:
-        if self.engine.call_count != self._calls:
+        if self._calls is not None and self.engine.call_count != self._calls:
             raise EngineBusy(
                 "somebody else used this engine between two tokens, so what it holds is not this "
                 "text; give every sequence an engine of its own"

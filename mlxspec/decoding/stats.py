@@ -19,6 +19,9 @@ class SpeculationStats:
         plain_rounds: Rounds whose draft was empty.
         forwards: Decode forwards; equal to `rounds` while proposals are aligned.
         prompt_tokens: Tokens of the prompt.
+        reused_tokens: Those of them that the engine still held from the turn before.
+        lost_tokens: Those that it had processed too and no longer held, so that they were
+            processed again: sliding windows and recurrent layers go back only so far.
         prefill_forwards: Forwards over the prompt.
         drafted: Draft tokens verified.
         accepted: Draft tokens the model agreed with.
@@ -36,6 +39,8 @@ class SpeculationStats:
     plain_rounds: int = 0
     forwards: int = 0
     prompt_tokens: int = 0
+    reused_tokens: int = 0
+    lost_tokens: int = 0
     prefill_forwards: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -81,6 +86,12 @@ class SpeculationStats:
         if self.compiled is False and self.traces:
             line += "; uncompiled: MLX compiles nothing here (on Linux it needs a C++ compiler)"
         lines = [line, self.note and f"Engine: {self.note}"]
+        if self.reused_tokens or self.lost_tokens:
+            again = f", {self.lost_tokens} processed again" if self.lost_tokens else ""
+            lines.append(
+                f"Turns: {self.reused_tokens} of {_counted(self.prompt_tokens, 'prompt token')} "
+                f"reused{again}"
+            )
         if self.seed is not None:
             lines.append(f"Seed: {self.seed}")
         return "\n".join(filter(None, lines))

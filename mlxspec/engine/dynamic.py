@@ -177,6 +177,11 @@ class DynamicShapeEngine(OneSequence):
         chunked = any(isinstance(cache, ChunkedKVCache) for cache in self._caches)
         return not chunked and can_trim_prompt_cache(self._caches)
 
+    def longest_rewind(self, to: int) -> int:
+        """The farthest length, `to` or less, that a next turn may go on from."""
+        to = max(0, min(to, len(self._history)))
+        return to if self.allows_rewind(to) else 0
+
     def reset(self, to: int) -> None:
         """Shorten history and cursor to `to` tokens.
 

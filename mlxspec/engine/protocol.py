@@ -161,6 +161,13 @@ class SpeculativeEngine(Protocol):
     def allows_rewind(self, to: int) -> bool:
         """Whether `reset(to)` would succeed."""
 
+    def longest_rewind(self, to: int) -> int:
+        """The farthest length, `to` or less, that a next turn may go on from.
+
+        `reset` takes it, and it is the same whatever was drafted since the prompt, so that a
+        turn after drafts computes what a turn without them computes. 0 is a new beginning.
+        """
+
     def reset(self, to: int) -> None:
         """Shorten history and cursor to `to` tokens."""
 

@@ -225,6 +225,7 @@ class StaticShapeEngine(OneSequence):
             EngineBusy: Another thread is inside the engine.
         """
         with self._exclusive.call("prefill"):
+            self._mend()
             ids = token_ids(tokens, self._vocab_size, "prefill")
             _require_length("prefill", len(ids), self._context_bound)
             report = progress or (lambda processed, total: None)
@@ -262,6 +263,7 @@ class StaticShapeEngine(OneSequence):
             EngineBusy: Another thread is inside the engine.
         """
         with self._exclusive.call("verify"):
+            self._mend()
             ids = token_ids(block, self._vocab_size, "verify")
             if not ids:
                 raise ValueError("verify: expected at least the anchor, got an empty block")
@@ -282,6 +284,24 @@ class StaticShapeEngine(OneSequence):
         """
         return 0 <= to <= self._cursor and self._why_no_rewind(to) is None
 
+    def longest_rewind(self, to: int) -> int:
+        """The farthest length, `to` or less, that a next turn may go on from.
+
+        It is the same whatever was drafted: what rings hold beyond that, and recurrent
+        checkpoints other than the prompt's end, depend on where blocks happened to end.
+        """
+        to = max(0, min(to, self._cursor))
+        if to == self._cursor:
+            return to
+        state = self._state
+        if self._recurrent:
+            to = state.pinned if to >= state.pinned else 0
+        reached = max(state.reached, self._cursor)
+        kept = max(0, reached - self.verify_tile_width)
+        if not state.rings_always_allow(self._place.start(to, to), kept):
+            return 0
+        return to if self._why_no_rewind(to) is None else 0
+
     def reset(self, to: int) -> None:
         """Shorten history and cursor to `to` tokens; 0 also zeroes the state.
 
@@ -292,6 +312,7 @@ class StaticShapeEngine(OneSequence):
             EngineBusy: Another thread is inside the engine.
         """
         with self._exclusive.call("reset"):
+            self._mend()
             if not 0 <= to <= self._cursor:
                 raise ValueError(
                     f"reset: expected a length from 0 to {self._cursor}, the tokens processed so "
@@ -302,12 +323,19 @@ class StaticShapeEngine(OneSequence):
                     f"reset: cannot go back from {self._cursor} tokens to {to}: {reason}. Use "
                     "reset(0) and process the tokens again"
                 )
-            del self._history[to:]
             self._cursor = to
             if to == 0:
+                self._history.clear()
                 self._state.empty()
             else:
-                self._state.rewind(to)
+                self._mend()
+
+    def _mend(self) -> None:
+        """End what a call left half done because Ctrl-C came inside: the cursor says what stays."""
+        if self._cursor == 0 and not self._state.is_empty:
+            self._state.empty()
+        del self._history[self._cursor :]
+        self._state.rewind(self._cursor)
 
     def _decode_in(
         self, widths: tuple[int, ...], placement: Placement, quantized_from: int | None
@@ -345,8 +373,9 @@ class StaticShapeEngine(OneSequence):
     def _extended_history(self, ids: list[int]) -> Iterator[None]:
         """Process `ids` inside the block: they are history after it, or were never there."""
         before = self._cursor
-        self._history += ids
+        self._state.begin_call(before)
         try:
+            self._history += ids
             yield
             self._cursor = len(self._history)
         except BaseException:
@@ -455,7 +484,8 @@ class StaticShapeEngine(OneSequence):
         # A committed or just proposed token: padding meets no embedding that the rows do not.
         tokens += tokens[-1:] * (width - rows)
         tile = self._tiles[state.tile_layout].get(TileKey(width, span, state.capacity, capture))
-        slots = state.slots
+        slots, high_water = state.slots, state.high_water
+        state.begin_write(start + width)
         try:
             # The old arrays must have no owner left when the tile is evaluated, or MLX copies them.
             state.slots = []
@@ -467,9 +497,9 @@ class StaticShapeEngine(OneSequence):
                 state.checkpoints[-1].arrays,
             )
         except BaseException:
-            state.slots = slots
+            state.slots, state.high_water = slots, high_water
             raise
-        state.mark_write(start, start + width)
+        state.mark_write(start, start + width, self._cursor)
         if rows == width and recurrent:
             state.adopt(start + width, recurrent)
         return outputs
@@ -542,14 +572,17 @@ class StaticShapeEngine(OneSequence):
         if (reach := self._ring_reach(self._cursor + length)) < length:
             return reach, (
                 "were more rejected at once, the sliding windows could not go back: their rings "
-                "are as deep as two of the widest tiles need. Verify a shorter block"
+                "are as deep as three of the widest tiles need. Verify a shorter block"
             )
         return length, reason
 
     def _ring_reach(self, end: int) -> int:
-        """How long a block up to `end` may be so that all of it can be rejected."""
+        """How long a block up to `end` may be so that all of it can be rejected.
+
+        And then a tile's length more of what came before it: see `longest_rewind`.
+        """
         position, start = self._cursor, self._tile_start(self._cursor)
-        last_write = self._state.last_write(start)
+        last_write = self._state.last_write(max(0, start - self.verify_tile_width))
         if last_write is None:
             return end - position
         while position < end:

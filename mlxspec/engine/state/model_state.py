@@ -33,6 +33,9 @@ class ModelState:
         slots: The slot layers' arrays.
         checkpoints: Recurrent states by ascending position; never empty.
         pinned: Position of a checkpoint that is kept: that of the prompt's end.
+        reached: The most tokens that a call has begun with since the last start at 0: unlike the
+            high-water mark it does not tell how much was drafted, if every call begins after the
+            rejected tokens of the one before are taken back.
         high_water: One past the highest position written into the rings since the last start at
             0, padding and rejected rows included.
         non_finite_until: One past the last slot that a row that was not a number has written.
@@ -46,11 +49,13 @@ class ModelState:
         self._first = first
         self._undoable = False
         self._before_conversion: list[mx.array] = []
+        self.is_empty = False
         self.capacity = capacity
         self.empty()
 
     def empty(self) -> None:
         """Begin a sequence: zero slots, and the state before the first token."""
+        self.is_empty = False
         self.layout = self._unquantized
         # The old arrays go first, so that the peak is one state and not two.
         self.slots: list[mx.array] = []
@@ -58,8 +63,10 @@ class ModelState:
         self.checkpoints = [self._first_checkpoint()]
         self.pinned = 0
         self.high_water = 0
+        self.reached = 0
         self.non_finite_until = 0
         mx.eval(self.slots)
+        self.is_empty = True
 
     @property
     def position(self) -> int:
@@ -82,8 +89,9 @@ class ModelState:
             return
         if self._undoable:
             self._before_conversion = self.slots
-        self.slots = self.layout.convert(self.slots, self._quantized)
-        self.layout = self._quantized
+        slots = self.layout.convert(self.slots, self._quantized)
+        # Both or neither, should Ctrl-C arrive here.
+        self.slots, self.layout = slots, self._quantized
 
     def nearest_checkpoint(self, to: int) -> int:
         """Position of the newest checkpoint at or before `to`; 0 needs none, its state is zero."""
@@ -92,6 +100,15 @@ class ModelState:
     def rings_allow(self, start: int) -> bool:
         """Whether every ring holds what a tile that starts here sees."""
         return all(rule.may_start(start, self.high_water) for rule in self.layout.rings)
+
+    def rings_always_allow(self, start: int, kept: int) -> bool:
+        """Whether every ring holds what a tile that starts here sees, whatever was drafted.
+
+        Args:
+            start: Where the tile would start.
+            kept: The earliest start that no block so far can have made illegal.
+        """
+        return all(rule.last_write(start) >= rule.last_write(kept) for rule in self.layout.rings)
 
     def last_write(self, start: int) -> int | None:
         """The slot position up to which may be written so that `start` stays a legal start."""
@@ -112,9 +129,25 @@ class ModelState:
             self.layout.clear(self.slots, cursor, self.non_finite_until)
         self.non_finite_until = 0
 
-    def mark_write(self, start: int, end: int) -> None:
-        """Slots of positions start..end-1 have been written; a start at 0 begins anew."""
-        self.high_water = end if start == 0 else max(self.high_water, end)
+    def begin_call(self, cursor: int) -> None:
+        """A call begins that extends a state of `cursor` tokens."""
+        self.reached = max(self.reached, cursor)
+
+    def begin_write(self, end: int) -> None:
+        """Slots of positions up to `end` are about to be written, if nothing comes between."""
+        self.is_empty = False
+        self.high_water = max(self.high_water, end)
+
+    def mark_write(self, start: int, end: int, cursor: int) -> None:
+        """Slots of positions start..end-1 have been written; a start at 0 begins anew.
+
+        Args:
+            start: First position of the tile.
+            end: One past its last, padding included.
+            cursor: Tokens the state covered when the call began.
+        """
+        if start == 0:
+            self.high_water, self.reached = end, cursor
 
     def adopt(self, position: int, recurrent: list[mx.array]) -> None:
         """Keep a state that covers `position` tokens; until it is settled it can be revoked."""
@@ -151,7 +184,8 @@ class ModelState:
                 raise
             return
         layout, rings = self.layout, self.layout.ring_slots(self.slots)
-        checkpoints, pinned, high_water = list(self.checkpoints), self.pinned, self.high_water
+        checkpoints, pinned = list(self.checkpoints), self.pinned
+        high_water, reached = self.high_water, self.reached
         self._undoable = True
         try:
             yield
@@ -160,7 +194,8 @@ class ModelState:
                 self.layout, self.slots = layout, self._before_conversion
             for index, array in rings.items():
                 self.slots[index] = array
-            self.checkpoints, self.pinned, self.high_water = checkpoints, pinned, high_water
+            self.checkpoints, self.pinned = checkpoints, pinned
+            self.high_water, self.reached = high_water, reached
             self.layout.grow(self.slots, self.capacity)
             raise
         finally:

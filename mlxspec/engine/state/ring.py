@@ -34,12 +34,13 @@ class RingRule:
 
     @staticmethod
     def for_decoding(window: int, widest_tile: int) -> RingRule:
-        """The rule of a ring from which any one block can be rejected whole.
+        """The rule of a ring from which any one block can be rejected whole, and a little more.
 
         A tile writes before it attends: that takes `window - 1 + width` slots. Another width
-        lets the rejected tile lie behind the cursor.
+        lets the rejected tile lie behind the cursor. A third lets a next turn take back the last
+        tokens of an answer, a stop string for example, however far its drafts have written.
         """
-        return RingRule(window, window - 1 + 2 * widest_tile)
+        return RingRule(window, window - 1 + 3 * widest_tile)
 
     def may_start(self, start: int, high_water: int) -> bool:
         """Whether a tile may start at this position: every key its first row sees is held."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from mlxspec._version import __version__
 
 if TYPE_CHECKING:
+    from mlxspec.conversation import Conversation, Turn
     from mlxspec.decoding import (
         Emission,
         Sampling,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
         forget_engines,
     )
     from mlxspec.errors import (
+        ContextFull,
         DemoModelError,
         DrafterError,
         EngineBusy,
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Capture",
+    "ContextFull",
+    "Conversation",
     "DemoModelError",
     "Drafter",
     "DrafterError",
@@ -58,6 +62,7 @@ __all__ = [
     "SpeculativeDecodingOptions",
     "SpeculativeEngine",
     "StaticShapeEngine",
+    "Turn",
     "UnsupportedModel",
     "VerifyRows",
     "__version__",
@@ -69,7 +74,16 @@ __all__ = [
 ]
 
 # Where a public name is looked for; the first that has it defines it.
-_HOMES = ("errors", "drafting", "scan", "engine", "decoding", "models", "generation")
+_HOMES = (
+    "errors",
+    "drafting",
+    "scan",
+    "engine",
+    "decoding",
+    "models",
+    "generation",
+    "conversation",
+)
 
 
 def __getattr__(name: str) -> Any:

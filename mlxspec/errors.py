@@ -33,3 +33,7 @@ class NonFiniteLogits(MlxspecError, ArithmeticError):
 
 class DrafterError(MlxspecError, ValueError):
     """A drafter proposed something that is not a sequence of token ids of the target."""
+
+
+class ContextFull(MlxspecError, ValueError):
+    """A conversation has outgrown the context; the message says by how much, and what to do."""

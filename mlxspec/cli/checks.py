@@ -6,8 +6,9 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from mlxspec.cli.exits import UsageError
+from mlxspec.cli.exits import UsageError, warn
 from mlxspec.cli.options import PENALTIES, Parser, flag, ngram_range
+from mlxspec.cli.output import DraftStyle
 
 # Options of mlx-lm whose feature is not there: the reason, and what to do.
 _NOT_THERE = {
@@ -143,6 +144,19 @@ def idle(parser: Parser, args: Namespace, options: Iterable[str], reason: str) -
     """Those of the options that are given, with the reason why they do nothing; else nothing."""
     given = [flag(name) for name in options if parser.given(args, name)]
     return f"{', '.join(given)} ({reason})" if given else ""
+
+
+def invisible_drafts(args: Namespace, style: DraftStyle | None) -> list[str]:
+    """--show-drafts, where stdout cannot show them."""
+    if not args.show_drafts or style is not None:
+        return []
+    return ["--show-drafts (stdout is no terminal with colours; FORCE_COLOR=1 colours it anyway)"]
+
+
+def warn_of_idle(command: str, entries: Iterable[str]) -> None:
+    """Name in one warning what has no effect, if anything has none."""
+    named = [entry for entry in entries if entry]
+    warn(command, f"without effect: {'; '.join(named)}" if named else "")
 
 
 def _refuse_rejection(parser: Parser, args: Namespace) -> None:

@@ -9,8 +9,15 @@ from collections.abc import Sequence
 
 from mlxspec.cli import options
 from mlxspec.cli.arguments import decoding_arguments, engine_arguments
-from mlxspec.cli.checks import TEMPLATE_OPTIONS, idle, refuse_combinations, without_effect
-from mlxspec.cli.exits import UsageError, run_command, warn
+from mlxspec.cli.checks import (
+    TEMPLATE_OPTIONS,
+    idle,
+    invisible_drafts,
+    refuse_combinations,
+    warn_of_idle,
+    without_effect,
+)
+from mlxspec.cli.exits import UsageError, run_command
 from mlxspec.cli.loading import Loaded, load_for
 from mlxspec.cli.output import (
     DraftStyle,
@@ -60,12 +67,13 @@ def _run(argv: Sequence[str] | None) -> int:
     refuse_combinations(parser, args)
     text = prompt_text(args.prompt)
     style = draft_style(sys.stdout, os.environ) if args.show_drafts else None
-    _warn_of(without_effect(parser, args) + _invisible_drafts(args, style))
+    warn_of_idle(_NAME, without_effect(parser, args) + invisible_drafts(args, style))
     loaded = load_for(args)
     ids = prompt_ids(loaded.tokenizer, text, args)
     refuse_length(ids, loaded.context_length)
     if not loaded.tokenizer.has_chat_template and not args.ignore_chat_template:
-        _warn_of([idle(parser, args, TEMPLATE_OPTIONS, "the model has no chat template")])
+        named = idle(parser, args, TEMPLATE_OPTIONS, "the model has no chat template")
+        warn_of_idle(_NAME, [named])
     return _generate(loaded, ids, args, style)
 
 
@@ -92,14 +100,3 @@ def _generate(loaded: Loaded, ids: list[int], args: Namespace, style: DraftStyle
         # What only the engine can know, such as the widths that this device leaves it.
         raise UsageError(str(problem)) from problem
     return print_text(responses, style, report if args.verbose else None)
-
-
-def _invisible_drafts(args: Namespace, style: DraftStyle | None) -> list[str]:
-    if not args.show_drafts or style is not None:
-        return []
-    return ["--show-drafts (stdout is no terminal with colours; FORCE_COLOR=1 colours it anyway)"]
-
-
-def _warn_of(idle_options: list[str]) -> None:
-    named = [entry for entry in idle_options if entry]
-    warn(_NAME, f"without effect: {'; '.join(named)}" if named else "")

@@ -27,6 +27,7 @@ class Command:
 
 COMMANDS = {
     "generate": Command("mlxspec.cli.generate", "answer a prompt, with or without speculation"),
+    "chat": Command("mlxspec.cli.chat", "talk with a model, with or without speculation"),
     "verify": Command(
         "mlxspec.cli.verify", "show on this machine that speculation changes nothing"
     ),

@@ -6,7 +6,7 @@ Every value is checked as it is read; what depends on several options is in `che
 from __future__ import annotations
 
 import difflib
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace, _ArgumentGroup
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -119,18 +119,45 @@ def add_prompt_options(parser: ArgumentParser) -> None:
         "(default: %(default)s)",
     )
     group.add_argument(
-        "--system-prompt", type=plain_text, metavar="TEXT", help="system message of the chat"
-    )
-    group.add_argument(
         "--prefill-response",
         type=plain_text,
         metavar="TEXT",
         help="beginning of the answer, which the model goes on from",
     )
+    _add_template_options(group, ignoring="give the model the prompt as it is")
+    group.add_argument(
+        "--image", nargs="+", default=(), metavar="FILE", help="images; not read yet"
+    )
+    group.add_argument(
+        "--prompt-cache-file", metavar="FILE", help="a saved prompt cache; not read yet"
+    )
+
+
+def add_chat_options(parser: ArgumentParser) -> None:
+    """How a conversation is put to the model."""
+    group = parser.add_argument_group("conversation")
+    _add_template_options(
+        group, ignoring="make one running text of the conversation, which the model goes on with"
+    )
+    group.add_argument(
+        "--context-policy",
+        type=one_of("stop", "trim"),
+        default="stop",
+        metavar="{stop,trim}",
+        help="where a turn has no room in the context. stop: say so; trim: feed the model the "
+        "system prompt and the newest turns alone, as many as leave a quarter of the context "
+        "free (default: %(default)s)",
+    )
+
+
+def _add_template_options(group: _ArgumentGroup, *, ignoring: str) -> None:
+    group.add_argument(
+        "--system-prompt", type=plain_text, metavar="TEXT", help="system message of the chat"
+    )
     group.add_argument(
         "--ignore-chat-template",
         action="store_true",
-        help="give the model the prompt as it is",
+        help=ignoring,
     )
     group.add_argument(
         "--use-default-chat-template",
@@ -143,16 +170,10 @@ def add_prompt_options(parser: ArgumentParser) -> None:
         metavar="JSON",
         help="variables for the chat template, such as '{\"enable_thinking\": false}'",
     )
-    group.add_argument(
-        "--image", nargs="+", default=(), metavar="FILE", help="images; not read yet"
-    )
-    group.add_argument(
-        "--prompt-cache-file", metavar="FILE", help="a saved prompt cache; not read yet"
-    )
 
 
-def add_sampling_options(parser: ArgumentParser) -> None:
-    """How the next token is chosen."""
+def add_sampling_options(parser: ArgumentParser, *, seed: int | None = None) -> None:
+    """How the next token is chosen; `seed` is the default of --seed, None draws one."""
     group = parser.add_argument_group(
         "sampling", "The same seed gives the same text with and without speculation."
     )
@@ -209,8 +230,10 @@ def add_sampling_options(parser: ArgumentParser) -> None:
     group.add_argument(
         "--seed",
         type=whole_number(0, _LARGEST_SEED),
+        default=seed,
         metavar="N",
-        help="seed of the random choices (default: one is drawn, and printed with the figures)",
+        help="seed of the random choices (default: "
+        + ("one is drawn, and printed with the figures)" if seed is None else "%(default)s)"),
     )
 
 
@@ -363,14 +386,22 @@ def add_engine_options(parser: ArgumentParser) -> None:
     )
 
 
-def add_output_options(parser: ArgumentParser) -> None:
-    """How much text, and what is printed beside it."""
+def add_output_options(
+    parser: ArgumentParser, *, max_tokens: int = 100, verbose: bool = True
+) -> None:
+    """How much text, and what is printed beside it.
+
+    Args:
+        parser: Where the options are added.
+        max_tokens: The default of --max-tokens.
+        verbose: Whether there is --verbose.
+    """
     group = parser.add_argument_group("output")
     group.add_argument(
         "--max-tokens",
         "-m",
         type=whole_number(1, besides={-1: "no limit but the context"}),
-        default=100,
+        default=max_tokens,
         metavar="N",
         help="most tokens to generate; -1 goes on until the context is full (default: %(default)s)",
     )
@@ -383,14 +414,15 @@ def add_output_options(parser: ArgumentParser) -> None:
         help=r"texts that end the answer and are left out of it; \n and \t stand for a line end "
         "and a tab",
     )
-    group.add_argument(
-        "--verbose",
-        type=truth,
-        default=True,
-        metavar="{True,False}",
-        help="print figures after the text; False or F prints the text alone "
-        "(default: %(default)s)",
-    )
+    if verbose:
+        group.add_argument(
+            "--verbose",
+            type=truth,
+            default=True,
+            metavar="{True,False}",
+            help="print figures after the text; False or F prints the text alone "
+            "(default: %(default)s)",
+        )
     group.add_argument(
         "--show-drafts",
         action="store_true",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 
@@ -70,6 +70,17 @@ class SpeculationStats:
     def forwards_saved(self) -> int:
         """Forwards that plain decoding would have needed beyond these."""
         return self.emitted - self.forwards
+
+    def add(self, other: SpeculationStats) -> None:
+        """Add another generation's counters to these; of what is no counter, the latest stays."""
+        for name in (each.name for each in fields(self)):
+            value = getattr(other, name)
+            if isinstance(value, dict):
+                mine = getattr(self, name)
+                value = {key: mine.get(key, 0) + value.get(key, 0) for key in mine | value}
+            elif isinstance(value, int | float) and not isinstance(value, bool) and name != "seed":
+                value += getattr(self, name)
+            setattr(self, name, value)
 
     def summary(self) -> str:
         """One line for a person; others name the engine's note and the seed where there are any."""

@@ -1,0 +1,135 @@
+"""The command `mlxspec chat`: a conversation in the terminal, as `mlx_lm.chat` has it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TextIO
+
+from mlxspec.cli import generate, options
+from mlxspec.cli.arguments import decoding_arguments, engine_arguments
+from mlxspec.cli.chat_input import line_reader, terminal_reader
+from mlxspec.cli.chat_session import ChatSession
+from mlxspec.cli.checks import (
+    TEMPLATE_OPTIONS,
+    idle,
+    invisible_drafts,
+    refuse_combinations,
+    warn_of_idle,
+    without_effect,
+)
+from mlxspec.cli.exits import UsageError, run_command
+from mlxspec.cli.loading import Loaded, load_for
+from mlxspec.cli.output import DraftStyle, draft_style, print_any_character
+from mlxspec.cli.prompts import prompt_ids
+
+if TYPE_CHECKING:
+    from mlxspec.conversation import Conversation
+
+_NAME = "mlxspec chat"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `mlxspec chat ...`.
+
+    Args:
+        argv: The words after the command; default: the command line's.
+
+    Returns:
+        The exit code: 0, 2 after an error, 130 after Ctrl-C off a terminal, 141 if the reader of
+        stdout left.
+    """
+    return run_command(_NAME, lambda: _run(argv))
+
+
+def setup_arg_parser() -> options.Parser:
+    """The parser of this command's options."""
+    parser = options.Parser(
+        prog=_NAME,
+        usage=f"{_NAME} [options]",
+        description="Chat with a language model, with or without speculation. Messages are read "
+        "from the terminal, or line by line from stdin; /help there lists the commands.",
+    )
+    options.add_model_options(parser)
+    options.add_chat_options(parser)
+    options.add_output_options(parser, max_tokens=256, verbose=False)
+    options.add_speculation_options(parser)
+    options.add_engine_options(parser)
+    options.add_sampling_options(parser, seed=0)
+    options.add_penalty_options(parser)
+    # What a chat does not ask is as `mlxspec generate` has it.
+    asked = {action.dest for action in parser._actions}
+    others = vars(generate.setup_arg_parser().parse([]))
+    parser.set_defaults(**{name: value for name, value in others.items() if name not in asked})
+    return parser
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    parser = setup_arg_parser()
+    args = parser.parse(argv)
+    refuse_combinations(parser, args)
+    on_terminal = _is_terminal(sys.stdin) and (_is_terminal(sys.stdout) or _is_terminal(sys.stderr))
+    style = draft_style(sys.stdout, os.environ) if args.show_drafts else None
+    warn_of_idle(_NAME, without_effect(parser, args) + invisible_drafts(args, style))
+    read_line = terminal_reader() if on_terminal else line_reader(sys.stdin)
+    loaded = load_for(args)
+    # What the template refuses of the system prompt it refuses now, before weights are read.
+    prompt_ids(loaded.tokenizer, "hello", args)
+    if not loaded.tokenizer.has_chat_template and not args.ignore_chat_template:
+        print(
+            f"{_NAME}: the model has no chat template: the conversation is one running text, "
+            "which the model goes on with",
+            file=sys.stderr,
+        )
+        named = idle(parser, args, TEMPLATE_OPTIONS, "the model has no chat template")
+        warn_of_idle(_NAME, [named])
+    print_any_character(sys.stdout)
+    if on_terminal:
+        print(_greeting(args, loaded, style), file=sys.stderr)
+    conversation = _conversation(loaded, args)
+    session = ChatSession(conversation, read_line, args.model, style, on_terminal=on_terminal)
+    return session.run()
+
+
+def _conversation(loaded: Loaded, args: Namespace) -> Conversation:
+    """A conversation over an engine of its own.
+
+    Raises:
+        UsageError: What only the engine can know, such as the widths that this device leaves it.
+    """
+    import mlx.core as mx
+
+    from mlxspec.conversation import Conversation
+    from mlxspec.engine.pool import ENGINE_KINDS
+
+    templated = loaded.tokenizer.has_chat_template and not args.ignore_chat_template
+    options = {k: v for k, v in engine_arguments(args, loaded).items() if v is not None}
+    mx.eval(loaded.model.parameters())
+    try:
+        return Conversation(
+            loaded.model,
+            loaded.tokenizer,
+            engine=ENGINE_KINDS[args.engine](loaded.model, **options),
+            system_prompt=args.system_prompt if templated else None,
+            max_tokens=args.max_tokens,
+            context_policy=args.context_policy,
+            chat_template_config=args.chat_template_config,
+            use_chat_template=templated,
+            **decoding_arguments(args, loaded),
+        )
+    except ValueError as problem:
+        raise UsageError(str(problem)) from problem
+
+
+def _greeting(args: Namespace, loaded: Loaded, style: DraftStyle | None) -> str:
+    legend = f" Drafted text is {style.paint(style.name)}." if style else ""
+    return (
+        f"{args.model}, a context of {loaded.context_length} tokens.{legend} "
+        "/help lists the commands, Ctrl-D leaves."
+    )
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    return stream is not None and stream.isatty()

@@ -1,0 +1,5 @@
+"""Conversations: several turns with a model, fed so that its state goes on from turn to turn."""
+
+from mlxspec.conversation.conversation import CONTEXT_POLICIES, Conversation, Turn
+
+__all__ = ["CONTEXT_POLICIES", "Conversation", "Turn"]

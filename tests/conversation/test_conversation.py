@@ -1,0 +1,374 @@
+"""A conversation's turns are a fresh run's on the same ids, and nothing that was said is lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mlxspec
+from mlxspec import ContextFull, Conversation, EngineBusy, SpeculationStats, StaticShapeEngine
+from mlxspec.conversation.files import save_conversation
+from mlxspec.generation import stream_generate
+from tests.cli.story_model import STORY, TEMPLATE, WORDS
+
+MESSAGES = ["Once upon a", "one quick brown fox jumping", f"{WORDS} at all {WORDS}", "two"]
+LINES = TEMPLATE.replace("<|end|>{% endif %}", "<|end|>\n{% endif %}")
+TEMPLATES = {
+    "verbatim": TEMPLATE,
+    "a line end after every end": LINES,
+    "another end than the model's": TEMPLATE.replace("<|end|>", "<|system|>"),
+    "strips spaces": TEMPLATE.replace("{{ m.content }}", "{{ m.content | trim }}"),
+    "strips thoughts": TEMPLATE.replace(
+        "{{ m.content }}",
+        "{{ m.content.split('dogs')[-1] if m.role == 'assistant' else m.content }}",
+    ),
+    "opens the answer": TEMPLATE.replace(
+        "<|assistant|>{% endif %}", "<|assistant|>dogs {% endif %}"
+    ),
+    "counts its messages": TEMPLATE.replace("<|begin|>", "<|begin|>{{ messages | length }} "),
+}
+# Templates that render an answer as it was emitted: nothing that was fed changes.
+KEEP = ("verbatim", "a line end after every end")
+
+
+def say(conversation: Conversation, message: str) -> tuple[str, list[int]]:
+    responses = list(conversation.reply(message))
+    return "".join(r.text for r in responses), [r.token for r in responses]
+
+
+def fresh(model: Any, tokenizer: Any, prompt: list[int], **options: Any) -> list[int]:
+    engine = StaticShapeEngine(model)
+    return [r.token for r in stream_generate(model, tokenizer, prompt, engine=engine, **options)]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_turns_are_those_of_a_fresh_run_with_and_without_drafts(
+    name: str, teller: Any, tokenizer: Any, fed: list[list[int]]
+) -> None:
+    tokenizer._tokenizer.chat_template = TEMPLATES[name]
+    runs = {}
+    for drafting in ({}, {"prompt_lookup": True}):
+        del fed[:]
+        conversation = Conversation(teller, tokenizer, max_tokens=40, **drafting)
+        answers = [say(conversation, message) for message in MESSAGES]
+        for prompt, (_, tokens) in zip(fed, answers, strict=True):
+            assert tokens == fresh(teller, tokenizer, prompt, max_tokens=40)
+        assert list(conversation.engine.tokens) == [*fed[-1], *answers[-1][1][:-1]]
+        assert [turn.answer for turn in conversation.turns] == [text for text, _ in answers]
+        runs[bool(drafting)] = list(fed), answers
+    assert runs[True] == runs[False]
+    assert conversation.stats.accepted > 0
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_model_is_fed_what_the_template_renders(
+    name: str, teller: Any, engine: Any, tokenizer: Any, fed: list[list[int]]
+) -> None:
+    tokenizer._tokenizer.chat_template = TEMPLATES[name]
+    conversation = Conversation(teller, tokenizer, engine=engine, system_prompt="Tell.")
+    emitted = []
+    for message in MESSAGES:
+        messages = [*conversation.messages, {"role": "user", "content": message}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        emitted.append(say(conversation, message)[1])
+        assert tokenizer.decode(fed[-1]) == text
+    if name in KEEP:
+        for before, tokens, after in zip(fed, emitted, fed[1:], strict=False):
+            assert after[: len(before) + len(tokens)] == before + tokens
+        for turn, before, tokens in zip(conversation.turns[1:], fed, emitted, strict=False):
+            # All that was processed: the last token of an answer was only emitted.
+            assert turn.stats.reused_tokens == len(before) + len(tokens) - 1
+
+
+def test_ids_that_the_tokenizer_would_not_choose_are_fed_as_they_were_emitted(
+    teller: Any, engine: Any, tokenizer: Any, fed: list[list[int]]
+) -> None:
+    """A processor makes the model spell a word that the tokenizer has whole."""
+    spelt = tokenizer.convert_tokens_to_ids(list("Once"))
+    assert tokenizer.encode("Once", add_special_tokens=False) != spelt
+
+    def spell(tokens: mx.array, logits: mx.array) -> mx.array:
+        written = tokens.shape[0] - len(fed[-1])
+        wanted = mx.arange(logits.shape[-1]) == [*spelt, tokenizer.eos_token_id][written]
+        return mx.where(wanted, 0.0, -1e9)[None]
+
+    conversation = Conversation(teller, tokenizer, engine=engine, logits_processors=[spell])
+    assert say(conversation, "two") == ("Once", [*spelt, tokenizer.eos_token_id])
+    say(conversation, "dogs")
+    assert fed[1][: len(fed[0]) + 5] == [*fed[0], *spelt, tokenizer.eos_token_id]
+
+
+@pytest.mark.parametrize("drafting", [{}, {"prompt_lookup": True}])
+def test_an_answer_stopped_anywhere_stays_as_far_as_it_came_and_the_next_turn_is_right(
+    drafting: dict, teller: Any, engine: Any, tokenizer: Any, fed: list[list[int]]
+) -> None:
+    whole = [r.token for r in Conversation(teller, tokenizer, engine=engine).reply(STORY)]
+    for count in range(1, len(whole) + 1):
+        conversation = Conversation(teller, tokenizer, engine=engine, **drafting)
+        responses = conversation.reply(STORY)
+        tokens = [next(responses).token for _ in range(count)]
+        responses.close()
+        (turn,) = conversation.turns
+        assert STORY.startswith(turn.answer)
+        assert turn.ending == ("interrupted" if count < len(whole) else "stop")
+        assert turn.stats.emitted == count
+        _, after = say(conversation, "two")
+        known = tokenizer.encode(turn.answer, add_special_tokens=False)
+        # Only an unfinished character is left out.
+        assert len(known) >= min(count, len(whole) - 1) - 3
+        assert fed[-1][: len(fed[-2]) + len(known)] == fed[-2] + tokens[: len(known)]
+        assert after == fresh_tokens(teller, tokenizer, fed[-1])
+
+
+_FRESH: dict[tuple[int, ...], list[int]] = {}
+
+
+def fresh_tokens(model: Any, tokenizer: Any, prompt: list[int]) -> list[int]:
+    """As `fresh`, on an engine kept with the model, which begins anew every time."""
+    key = tuple(prompt)
+    if key not in _FRESH:
+        _FRESH[key] = [r.token for r in stream_generate(model, tokenizer, prompt)]
+    return _FRESH[key]
+
+
+def test_nothing_is_kept_of_a_turn_whose_answer_had_not_begun(
+    teller: Any, engine: Any, tokenizer: Any, fed: list[list[int]]
+) -> None:
+    conversation = Conversation(teller, tokenizer, engine=engine)
+    say(conversation, "two")
+    conversation.reply("dogs").close()
+
+    def stop(processed: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        next(conversation.reply("dogs", prompt_progress_callback=stop))
+    assert [turn.message for turn in conversation.turns] == ["two"]
+    _, tokens = say(conversation, "dogs")
+    assert tokens == fresh_tokens(teller, tokenizer, fed[-1])
+
+
+def test_a_stop_string_ends_an_answer_and_is_not_in_the_conversation(
+    teller: Any, engine: Any, tokenizer: Any, fed: list[list[int]]
+) -> None:
+    conversation = Conversation(teller, tokenizer, engine=engine, stop_strings=["wn fox ju"])
+    text, tokens = say(conversation, "two")
+    assert text == conversation.turns[0].answer == "Once upon a time there was one quick bro"
+    say(conversation, "dogs")
+    assert tokenizer.decode(fed[1]).startswith(f"{tokenizer.decode(fed[0])}{text}<|end|>")
+    # As emitted up to the token that the text ends within.
+    assert fed[1][: len(fed[0]) + 8] == fed[0] + tokens[:8]
+    assert conversation.turns[0].ending == "stop"
+
+
+def test_a_conversation_says_why_every_answer_ended(teller: Any, tokenizer: Any) -> None:
+    engine = StaticShapeEngine(teller, max_context_length=64)
+    conversation = Conversation(teller, tokenizer, engine=engine, max_tokens=5)
+    say(conversation, "two")
+    conversation.max_tokens = -1
+    say(conversation, "dogs")
+    say(conversation, "two")
+    assert [turn.ending for turn in conversation.turns] == ["max_tokens", "stop", "context"]
+    assert len(engine.tokens) == 63
+
+
+def test_a_second_reply_before_the_first_has_ended_is_refused_and_costs_nothing(
+    teller: Any, engine: Any, tokenizer: Any
+) -> None:
+    conversation = Conversation(teller, tokenizer, engine=engine)
+    responses = conversation.reply("two")
+    text = next(responses).text
+    with pytest.raises(EngineBusy):
+        conversation.reply("dogs")
+    assert text + "".join(r.text for r in responses) == STORY
+    assert [turn.message for turn in conversation.turns] == ["two"]
+
+
+def test_reset_begins_anew_with_the_system_prompt(
+    teller: Any, engine: Any, tokenizer: Any, fed: list[list[int]]
+) -> None:
+    conversation = Conversation(teller, tokenizer, engine=engine, system_prompt="Tell.")
+    say(conversation, "two")
+    conversation.reset()
+    assert conversation.messages == [{"role": "system", "content": "Tell."}]
+    assert conversation.stats == SpeculationStats()
+    say(conversation, "two")
+    assert fed[0] == fed[1]
+
+
+def test_counters_are_added_up_over_the_turns(teller: Any, engine: Any, tokenizer: Any) -> None:
+    conversation = Conversation(teller, tokenizer, engine=engine, prompt_lookup=True)
+    for message in MESSAGES:
+        say(conversation, message)
+    parts = [turn.stats for turn in conversation.turns]
+    for name in ("rounds", "forwards", "prompt_tokens", "drafted", "accepted", "emitted"):
+        assert getattr(conversation.stats, name) == sum(getattr(part, name) for part in parts) > 0
+    assert conversation.stats.seconds["verify"] == sum(part.seconds["verify"] for part in parts)
+    assert conversation.stats.why_off is None
+
+
+def test_without_a_template_the_conversation_is_one_running_text(
+    teller: Any, engine: Any, tokenizer: Any, fed: list[list[int]]
+) -> None:
+    conversation = Conversation(
+        teller, tokenizer, engine=engine, max_tokens=4, use_chat_template=False
+    )
+    assert say(conversation, "Once upon")[0] == "a time there was"
+    assert conversation.turns[0].answer == " a time there was"
+    say(conversation, "two")
+    assert tokenizer.decode(fed[1]) == "<|begin|>Once upon a time there was\ntwo"
+    assert fed[1][: len(fed[0])] == fed[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"context_policy": "forget"}, "context_policy: expected one of stop, trim, got 'forget'"),
+        ({"max_tokens": 0}, "max_tokens: 0 would emit nothing"),
+        ({"max_tokens": 1.5}, "max_tokens: expected a whole number"),
+        ({"stop_strings": "END"}, "stop_strings: expected several strings"),
+        ({"system_prompt": "forbidden"}, "template refuses this chat: no such system"),
+        ({"system_prompt": "x", "use_chat_template": False}, "without a chat template"),
+        ({"temp": -1}, "temp"),
+        ({"tile_widths": (1,)}, "tile_widths: set when the engine is made"),
+    ],
+)
+def test_options_are_refused_when_the_conversation_is_made(
+    options: dict, message: str, teller: Any, engine: Any, tokenizer: Any
+) -> None:
+    calls = engine.call_count
+    with pytest.raises(ValueError, match=message):
+        Conversation(teller, tokenizer, engine=engine, **options)
+    assert engine.call_count == calls
+
+
+def test_a_message_that_the_template_refuses_costs_nothing(
+    teller: Any, engine: Any, tokenizer: Any
+) -> None:
+    conversation = Conversation(teller, tokenizer, engine=engine)
+    say(conversation, "two")
+    before = list(engine.tokens), list(conversation.turns)
+    tokenizer._tokenizer.chat_template = "{{ raise_exception('too rude') }}"
+    with pytest.raises(ValueError, match="template refuses this chat: too rude"):
+        conversation.reply("dogs")
+    assert (list(engine.tokens), list(conversation.turns)) == before
+
+
+# Words of the story are one token each, so lengths are easily chosen.
+LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=8)
+CONTEXT = 96
+
+
+@pytest.fixture(scope="module")
+def narrow(teller: Any) -> StaticShapeEngine:
+    return StaticShapeEngine(teller, max_context_length=CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def readers(story: Any) -> Any:
+    """The tokenizer as it is."""
+    return mlxspec.load(str(story), lazy=True)[1]
+
+
+@given(lengths=LENGTHS, max_tokens=st.sampled_from([-1, 1, 5, 24, 60]))
+@settings(max_examples=25)
+def test_a_trimmed_conversation_keeps_the_system_prompt_and_the_newest_turns_that_fit(
+    lengths: list[int], max_tokens: int, teller: Any, narrow: StaticShapeEngine, readers: Any
+) -> None:
+    tokenizer = readers
+    conversation = Conversation(
+        teller,
+        tokenizer,
+        engine=narrow,
+        system_prompt="Tell.",
+        max_tokens=max_tokens,
+        context_policy="trim",
+    )
+    said = [" ".join((WORDS.split() * 2)[i : i + n]) for i, n in enumerate(lengths)]
+    room = CONTEXT // 4 if max_tokens < 0 else min(max_tokens, CONTEXT // 4)
+
+    def rendered(first: int, message: str) -> str:
+        messages = [m for turn in turns[first:] for m in _messages(turn)]
+        head = [{"role": "system", "content": "Tell."}]
+        messages = [*head, *messages, {"role": "user", "content": message}]
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+    def length(first: int, message: str) -> int:
+        return len(tokenizer.encode(rendered(first, message), add_special_tokens=False))
+
+    for message in said:
+        turns = list(conversation.turns)
+        before, count = conversation.dropped_turns, len(turns)
+        needed = length(before, message)
+        tokens = say(conversation, message)[1]
+        first = conversation.dropped_turns
+        assert len(narrow.tokens) + 1 <= CONTEXT
+        prompt = list(narrow.tokens)[: len(narrow.tokens) + 1 - len(tokens)]
+        assert tokenizer.decode(prompt) == rendered(first, message) or "�" in _said(conversation)
+        if needed + room <= CONTEXT:
+            assert first == before
+        else:
+            # As few turns as that are dropped, or all that there are.
+            fitting = [f for f in range(before, count) if length(f, message) <= CONTEXT * 3 // 4]
+            fitting = [f for f in fitting if f > before] or [count]
+            assert first == fitting[0]
+        if conversation.turns[-1].ending == "context":
+            assert max_tokens < 0 or max_tokens > CONTEXT - needed
+    assert [turn.message for turn in conversation.turns] == said
+    assert len(conversation.messages) == 1 + 2 * len(said)
+
+
+def _messages(turn: Any) -> list[dict[str, str]]:
+    return [
+        {"role": "user", "content": turn.message},
+        {"role": "assistant", "content": turn.answer},
+    ]
+
+
+def _said(conversation: Conversation) -> str:
+    return "".join(turn.answer for turn in conversation.turns)
+
+
+def test_a_full_context_is_explained_and_costs_nothing(
+    teller: Any, narrow: StaticShapeEngine, tokenizer: Any, fed: list[list[int]]
+) -> None:
+    conversation = Conversation(teller, tokenizer, engine=narrow, max_tokens=30)
+    say(conversation, "two")
+    say(conversation, "dogs")
+    before = list(narrow.tokens), list(conversation.turns)
+    with pytest.raises(ContextFull, match=r"takes \d+ tokens with this message.* context of 96"):
+        conversation.reply(WORDS + WORDS)
+    assert (list(narrow.tokens), list(conversation.turns)) == before
+    conversation.context_policy = "trim"
+    say(conversation, WORDS + WORDS)
+    assert conversation.dropped_turns == 2
+    with pytest.raises(ContextFull, match=r"message takes .* with the system prompt.*shorten it"):
+        conversation.reply(WORDS * 9)
+    assert conversation.dropped_turns == 2
+    assert len(conversation.turns) == 3
+
+
+def test_a_file_is_written_whole_or_not_at_all(
+    teller: Any, engine: Any, tokenizer: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conversation = Conversation(teller, tokenizer, engine=engine)
+    say(conversation, "two")
+    path = tmp_path / "chat.md"
+    path.write_text("what was there")
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", _full_disk)
+        with pytest.raises(OSError, match="full"):
+            save_conversation(conversation, path, model="story")
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("chat.md", "what was there")]
+    save_conversation(conversation, path, model="story")
+    assert path.read_text() == f"# Chat with story\n\n## User\n\ntwo\n\n## Assistant\n\n{STORY}\n"
+    with pytest.raises(ValueError, match=r"ends in .json or .md"):
+        save_conversation(conversation, tmp_path / "chat.txt", model="story")
+
+
+def _full_disk(handle: int) -> None:
+    raise OSError("the disk is full")

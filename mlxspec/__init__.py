@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 from mlxspec._version import __version__
 
 if TYPE_CHECKING:
+    from mlxspec.constraints.grammar import Grammar, TokenGrammar
+    from mlxspec.constraints.protocol import Constraint, TokenMatcher
     from mlxspec.conversation import Conversation, Turn
     from mlxspec.decoding import (
         Emission,
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
         DemoModelError,
         DrafterError,
         EngineBusy,
+        GrammarError,
         MlxspecError,
         ModelNotFound,
         NonFiniteLogits,
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Capture",
+    "Constraint",
     "ContextFull",
     "Conversation",
     "DemoModelError",
@@ -49,6 +53,8 @@ __all__ = [
     "Emission",
     "EngineBusy",
     "GenerationResponse",
+    "Grammar",
+    "GrammarError",
     "LogitRowScan",
     "MlxspecError",
     "ModelNotFound",
@@ -62,6 +68,8 @@ __all__ = [
     "SpeculativeDecodingOptions",
     "SpeculativeEngine",
     "StaticShapeEngine",
+    "TokenGrammar",
+    "TokenMatcher",
     "Turn",
     "UnsupportedModel",
     "VerifyRows",
@@ -81,6 +89,8 @@ _HOMES = (
     "engine",
     "decoding",
     "models",
+    "constraints.protocol",
+    "constraints.grammar",
     "generation",
     "conversation",
 )

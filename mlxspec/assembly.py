@@ -10,6 +10,10 @@ from typing import Any
 
 import mlx.nn as nn
 
+from mlxspec.constraints.acceptance import ConstrainedChoice
+from mlxspec.constraints.drafting import ConstrainedDrafter
+from mlxspec.constraints.lookahead import Lookahead
+from mlxspec.constraints.protocol import Constraint
 from mlxspec.decoding.acceptance import (
     Acceptance,
     CallersChoice,
@@ -25,7 +29,12 @@ from mlxspec.decoding.stats import SpeculationStats
 from mlxspec.drafting import Drafter, PromptLookup
 from mlxspec.engine import SpeculativeEngine, engine_for
 
-# Keyword arguments of mlx-lm that cannot be honoured: the value that asks for nothing, and why.
+_NEEDS_TOKENIZER = (
+    "a grammar is matched in a tokenizer's tokens; give "
+    "constraint=mlxspec.Grammar.{}.bind(tokenizer)"
+)
+# Keyword arguments that cannot be honoured, most of them mlx-lm's: the value that asks for
+# nothing, and why.
 _REFUSED: dict[str, tuple[Any, str]] = {
     "draft_model": (None, "draft models are not run so far; prompt_lookup=True drafts without one"),
     "prompt_cache": (
@@ -36,6 +45,8 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "max_kv_size": (None, "a cache that forgets its oldest keys could not be rewound"),
     "input_embeddings": (None, "an engine's history is made of token ids"),
     "stream": (None, "the calling thread's default stream is used"),
+    "json_schema": (None, _NEEDS_TOKENIZER.format("from_json_schema(schema)")),
+    "regex": (None, _NEEDS_TOKENIZER.format("from_regex(pattern)")),
 }
 # Options of the static engine that the dynamic one lacks.
 _STATIC_ONLY = {
@@ -68,6 +79,7 @@ def make_decoder(
     acceptance: str = "coupled",
     sampler: Sampler | None = None,
     logits_processors: Sequence[LogitsProcessor] | None = None,
+    constraint: Constraint | None = None,
     engine: SpeculativeEngine | str = "static",
     max_context_length: int | None = None,
     tile_widths: Sequence[int] | None = None,
@@ -95,6 +107,10 @@ def make_decoder(
             with log-probabilities [1, vocab].
         logits_processors: mlx-lm's kind of processors, called once per emitted token with (prompt
             and output so far [n], logits [1, vocab]).
+        constraint: What the output must be, such as `Grammar.from_regex(...).bind(tokenizer)`:
+            rows are masked after the processors and before the filters, drafts end where it
+            forbids a token and go on where it forces one, also without a drafter. `max_tokens`
+            and stop strings end a text wherever it stands.
         engine: "static" or "dynamic" for an engine that is kept with the model from call to
             call and begins every sequence anew; or an engine of your own, which goes on from
             what it holds of the prompt: see `stats.reused_tokens`.
@@ -129,6 +145,7 @@ def make_decoder(
     decoding_options = SpeculativeDecodingOptions(num_draft_tokens, align_proposals)
     drawn = secrets.randbits(32) if seed is None else seed
     rule = _acceptance(acceptance, sampling, drawn, sampler, logits_processors or ())
+    _refuse_constraint(constraint, acceptance)
     engine_options = {
         "max_context_length": max_context_length,
         "tile_widths": None if tile_widths is None else _widths(tile_widths),
@@ -163,6 +180,13 @@ def make_decoder(
     if isinstance(engine, str):
         engine = engine_for(model, engine, **engine_options)
     _refuse_counts(sampling, engine.vocab_size)
+    stats = SpeculationStats() if stats is None else stats
+    if constraint is not None:
+        lookahead = Lookahead(constraint, engine.vocab_size)
+        drafter = ConstrainedDrafter(drafter, lookahead)
+        rule = ConstrainedChoice(
+            lookahead, sampling, noise_key(drawn), stats, logits_processors or (), sampler
+        )
     decoder = SpeculativeDecoder(
         engine,
         drafter,
@@ -252,6 +276,23 @@ def _acceptance(
     if sampler is not None or processors:
         return CallersChoice(processors, sampler, sampling, key)
     return ModelsChoice(sampling, with_logprobs=True)
+
+
+def _refuse_constraint(constraint: Any, acceptance: str) -> None:
+    if constraint is None:
+        return
+    if not isinstance(constraint, Constraint):
+        bind = "; bind it: grammar.bind(tokenizer)" if hasattr(constraint, "bind") else ""
+        raise ValueError(
+            "constraint: expected something with end_tokens and matcher(), got "
+            f"{constraint!r}{bind}"
+        )
+    if acceptance == "rejection":
+        raise ValueError(
+            "acceptance='rejection' draws another token where a draft is refused, and drafts that "
+            "a constraint cuts would no longer have the drafter's distribution; use "
+            "acceptance='coupled'"
+        )
 
 
 def _widths(tile_widths: Any) -> Any:

@@ -31,6 +31,10 @@ class NonFiniteLogits(MlxspecError, ArithmeticError):
     """A row of logits holds no number at all, so there is no next token to choose."""
 
 
+class GrammarError(MlxspecError, ValueError):
+    """No grammar, one that is not supported or that no text satisfies, or a text that left it."""
+
+
 class DrafterError(MlxspecError, ValueError):
     """A drafter proposed something that is not a sequence of token ids of the target."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
+import warnings
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -18,7 +19,10 @@ from mlx_lm.generate import wired_limit
 from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 
 from mlxspec.assembly import make_decoder
+from mlxspec.constraints.grammar import Grammar
+from mlxspec.constraints.protocol import Constraint
 from mlxspec.decoding import Emission, SpeculationStats
+from mlxspec.decoding.decoder import token_set
 from mlxspec.decoding.stops import StopStrings
 from mlxspec.engine.protocol import ProgressCallback
 
@@ -85,6 +89,8 @@ def stream_generate(
     *,
     stop_tokens: Collection[int] = (),
     stop_strings: Sequence[str] = (),
+    json_schema: Mapping[str, Any] | bool | str | None = None,
+    regex: str | None = None,
     prompt_progress_callback: ProgressCallback | None = None,
     **options: Any,
 ) -> Generator[GenerationResponse, None, None]:
@@ -98,6 +104,8 @@ def stream_generate(
         stop_tokens: Ids that end the text beside the tokenizer's own end tokens.
         stop_strings: What ends the text; none of it is in the text. The token that completes one
             is the last.
+        json_schema: A JSON schema, or its text: the output is JSON that satisfies it.
+        regex: A regular expression that the whole output matches.
         prompt_progress_callback: Called with (prompt tokens processed, prompt tokens).
         **options: See `make_decoder`.
 
@@ -106,12 +114,15 @@ def stream_generate(
         is its `token` and counts, and is not in the text.
 
     Raises:
+        GrammarError: A schema or regular expression that is none, that is not supported, or that
+            no text satisfies.
         ValueError: An argument is out of range or cannot be honoured.
         UnsupportedModel: The static engine cannot take the model.
     """
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     stops = StopStrings(stop_strings)
+    options = options | _constraint(tokenizer, json_schema, regex, options)
     ids = encode(tokenizer, prompt) if isinstance(prompt, str) else prompt
     ends = [*tokenizer.eos_token_ids, *stop_tokens]
     emissions, stats = _begin(model, ids, max_tokens, ends, prompt_progress_callback, options)
@@ -179,6 +190,27 @@ def _flushed(detokenizer: StreamingDetokenizer) -> str:
     return peek.last_segment
 
 
+def _constraint(
+    tokenizer: TokenizerWrapper,
+    json_schema: Mapping[str, Any] | bool | str | None,
+    regex: str | None,
+    options: Mapping[str, Any],
+) -> dict[str, Constraint]:
+    """The one constraint that is asked for, if any."""
+    asked = [json_schema, regex, options.get("constraint")]
+    if sum(value is not None for value in asked) > 1:
+        raise ValueError("json_schema, regex and constraint: give one of them, not several")
+    if json_schema is not None:
+        grammar = Grammar.from_json_schema(json_schema)
+    elif regex is not None:
+        grammar = Grammar.from_regex(regex)
+    else:
+        return {}
+    for note in grammar.notes:
+        warnings.warn(f"json_schema: {note}", UserWarning, stacklevel=3)
+    return {"constraint": grammar.bind(tokenizer)}
+
+
 def _begin(
     model: nn.Module,
     prompt: Sequence[int] | mx.array | np.ndarray,
@@ -190,6 +222,8 @@ def _begin(
     """Choose an engine and hold it, in one step: two threads must not be given the same one."""
     with _CHOOSING:
         decoder = make_decoder(model, **options)
+        if options.get("constraint") is not None:
+            stop_tokens = token_set(stop_tokens) | token_set(options["constraint"].end_tokens)
         emissions = decoder.generate(
             prompt, max_tokens=max_tokens, stop_tokens=stop_tokens, progress=progress
         )

@@ -20,12 +20,13 @@ _NOT_THERE = {
 }
 # Options that mean something only with at least one of others.
 _DRAFTERS = ("prompt_lookup", "draft_model")
+_GRAMMARS = ("json_schema", "regex")
 _NEEDS_ONE_OF = {
     "prompt_lookup_min_ngram": ("prompt_lookup",),
     "prompt_lookup_max_ngram": ("prompt_lookup",),
-    "num_draft_tokens": _DRAFTERS,
-    "no_align_proposals": _DRAFTERS,
-    "show_drafts": _DRAFTERS,
+    "num_draft_tokens": _DRAFTERS + _GRAMMARS,
+    "no_align_proposals": _DRAFTERS + _GRAMMARS,
+    "show_drafts": _DRAFTERS + _GRAMMARS,
     "acceptance": _DRAFTERS,
 }
 # Options that one of the engines cannot honour.
@@ -65,6 +66,11 @@ _WITHOUT_EFFECT = (
         "with --tile-widths, which are taken as they are",
         ("no_exact",),
         lambda args: bool(args.tile_widths),
+    ),
+    _WithoutEffect(
+        "the dynamic engine drafts nothing",
+        ("num_draft_tokens", "no_align_proposals", "show_drafts"),
+        lambda args: args.engine == "dynamic",
     ),
     _WithoutEffect(
         "decoding is greedy",
@@ -126,6 +132,8 @@ def refuse_combinations(parser: Parser, args: Namespace) -> None:
         if parser.given(args, name):
             other = _OTHER_ENGINE[args.engine]
             raise UsageError(f"{flag(name)}: {reason}; leave it out, or give --engine {other}")
+    if all(parser.given(args, name) for name in _GRAMMARS):
+        raise UsageError(f"{' and '.join(map(flag, _GRAMMARS))}: give one of them, not both")
     _refuse_rejection(parser, args)
     refuse_ngram_range(args)
     _refuse_template_variables(args.chat_template_config or {})
@@ -170,6 +178,12 @@ def _refuse_rejection(parser: Parser, args: Namespace) -> None:
             raise UsageError(
                 f"{flag(name)}: --acceptance rejection compares distributions before penalties; "
                 "leave one of the two out"
+            )
+    for name in _GRAMMARS:
+        if parser.given(args, name):
+            raise UsageError(
+                f"{flag(name)}: --acceptance rejection needs the drafter's own distribution, which "
+                "a grammar cuts; leave one of the two out"
             )
 
 

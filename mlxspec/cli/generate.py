@@ -6,6 +6,7 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from mlxspec.cli import options
 from mlxspec.cli.arguments import decoding_arguments, engine_arguments
@@ -17,7 +18,8 @@ from mlxspec.cli.checks import (
     warn_of_idle,
     without_effect,
 )
-from mlxspec.cli.exits import UsageError, run_command
+from mlxspec.cli.exits import UsageError, run_command, warn
+from mlxspec.cli.grammars import grammar_of
 from mlxspec.cli.loading import Loaded, load_for
 from mlxspec.cli.output import (
     DraftStyle,
@@ -27,6 +29,9 @@ from mlxspec.cli.output import (
     print_text,
 )
 from mlxspec.cli.prompts import prompt_ids, prompt_text, refuse_length
+
+if TYPE_CHECKING:
+    from mlxspec.constraints.grammar import Grammar
 
 _NAME = "mlxspec generate"
 
@@ -53,6 +58,7 @@ def setup_arg_parser() -> options.Parser:
     )
     options.add_model_options(parser)
     options.add_prompt_options(parser)
+    options.add_constraint_options(parser)
     options.add_output_options(parser)
     options.add_speculation_options(parser)
     options.add_engine_options(parser)
@@ -65,6 +71,9 @@ def _run(argv: Sequence[str] | None) -> int:
     parser = setup_arg_parser()
     args = parser.parse(argv)
     refuse_combinations(parser, args)
+    grammar = grammar_of(args)
+    for note in grammar.notes if grammar else ():
+        warn(_NAME, f"--json-schema {args.json_schema.path}: {note}")
     text = prompt_text(args.prompt)
     style = draft_style(sys.stdout, os.environ) if args.show_drafts else None
     warn_of_idle(_NAME, without_effect(parser, args) + invisible_drafts(args, style))
@@ -74,10 +83,16 @@ def _run(argv: Sequence[str] | None) -> int:
     if not loaded.tokenizer.has_chat_template and not args.ignore_chat_template:
         named = idle(parser, args, TEMPLATE_OPTIONS, "the model has no chat template")
         warn_of_idle(_NAME, [named])
-    return _generate(loaded, ids, args, style)
+    return _generate(loaded, ids, args, style, grammar)
 
 
-def _generate(loaded: Loaded, ids: list[int], args: Namespace, style: DraftStyle | None) -> int:
+def _generate(
+    loaded: Loaded,
+    ids: list[int],
+    args: Namespace,
+    style: DraftStyle | None,
+    grammar: Grammar | None,
+) -> int:
     import mlx.core as mx
 
     from mlxspec.generation import report, stream_generate
@@ -92,6 +107,7 @@ def _generate(loaded: Loaded, ids: list[int], args: Namespace, style: DraftStyle
             ids,
             max_tokens=args.max_tokens,
             engine=args.engine,
+            constraint=None if grammar is None else grammar.bind(loaded.tokenizer),
             prompt_progress_callback=prefill_progress(sys.stderr),
             **engine_arguments(args, loaded),
             **decoding_arguments(args, loaded),

@@ -19,6 +19,7 @@ from mlxspec.cli.values import (
     plain_text,
     real_number,
     stop_text,
+    text_file,
     truth,
     whole_number,
     widths,
@@ -51,8 +52,8 @@ class Parser(ArgumentParser):
         return args
 
     def given(self, args: Namespace, name: str) -> bool:
-        """Whether an option asks for something else than its default."""
-        return getattr(args, name) != self.get_default(name)
+        """Whether an option asks for something else than its default; never if there is none."""
+        return getattr(args, name, None) != self.get_default(name)
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of leaving with the usage before the message."""
@@ -169,6 +170,30 @@ def _add_template_options(group: _ArgumentGroup, *, ignoring: str) -> None:
         type=json_object,
         metavar="JSON",
         help="variables for the chat template, such as '{\"enable_thinking\": false}'",
+    )
+
+
+def add_constraint_options(parser: ArgumentParser) -> None:
+    """What the output must be."""
+    group = parser.add_argument_group(
+        "constraint",
+        "Forbidden tokens are never chosen, and forced ones are drafted, also without a drafter. "
+        "Prompt and --prefill-response are no part of the output; --max-tokens and --stop end it "
+        "wherever it stands.",
+    )
+    group.add_argument(
+        "--json-schema",
+        type=text_file,
+        metavar="FILE",
+        help="a JSON schema that the output satisfies, laid out in one line, properties in the "
+        "schema's order",
+    )
+    group.add_argument(
+        "--regex",
+        type=plain_text,
+        metavar="PATTERN",
+        help="a regular expression that the whole output matches (syntax of Rust's regex crate: no "
+        "look-around, no back-references)",
     )
 
 

@@ -7,7 +7,7 @@ import math
 from argparse import ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
@@ -151,6 +151,33 @@ def adapter_folder(text: str) -> str:
                 else f"expected a folder with adapters, got {text!r}: there is no such folder"
             )
     return text
+
+
+class TextFile(NamedTuple):
+    """A file that was read.
+
+    Attributes:
+        path: As it was given.
+        text: What it says.
+    """
+
+    path: str
+    text: str
+
+
+def text_file(path: str) -> TextFile:
+    """A file of text, with or without a byte order mark."""
+    try:
+        return TextFile(path, Path(path).read_text(encoding="utf-8-sig"))
+    except UnicodeDecodeError:
+        raise ArgumentTypeError(
+            f"expected a file of text in UTF-8, got other bytes in {path!r}"
+        ) from None
+    except (OSError, ValueError) as problem:
+        reason = getattr(problem, "strerror", None) or problem
+        raise ArgumentTypeError(
+            f"expected a file that can be read, got {path!r}: {reason}"
+        ) from None
 
 
 def _finite(number: object) -> float:

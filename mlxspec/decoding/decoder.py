@@ -125,7 +125,7 @@ class SpeculativeDecoder:
         ids = token_ids(prompt, self.engine.vocab_size, "prompt")
         limit = _limit(max_tokens)
         self._check(ids)
-        emissions = self._generate(ids, limit, _token_set(stop_tokens), progress)
+        emissions = self._generate(ids, limit, token_set(stop_tokens), progress)
         next(emissions)
         return emissions
 
@@ -252,7 +252,7 @@ class SpeculativeDecoder:
         history = TokenView(self.engine.tokens, last=anchor)
         self._shown = len(history)
         self.drafter.commit(len(history))
-        draft = _checked_proposal(self.drafter, history, budget, self.engine.vocab_size)
+        draft = checked_proposal(self.drafter, history, budget, self.engine.vocab_size)
         self.stats.seconds["draft"] += time.perf_counter() - begin
         return draft
 
@@ -340,7 +340,7 @@ def _limit(max_tokens: Any) -> int:
     return limit
 
 
-def _token_set(tokens: Collection[int] | mx.array | np.ndarray) -> frozenset[int]:
+def token_set(tokens: Collection[int] | mx.array | np.ndarray) -> frozenset[int]:
     """Token ids of any kind of whole number; those no model emits do no harm."""
     values: Any = tokens.tolist() if isinstance(tokens, mx.array | np.ndarray) else tokens
     if values is None or hasattr(values, "__index__"):
@@ -348,7 +348,7 @@ def _token_set(tokens: Collection[int] | mx.array | np.ndarray) -> frozenset[int
     return frozenset(whole_number("stop_tokens", token, 0) for token in values)
 
 
-def _checked_proposal(
+def checked_proposal(
     drafter: Drafter, history: TokenView, budget: int, vocab_size: int
 ) -> list[int]:
     """Ask for a proposal, cut it to the budget, and refuse what is no token of the target."""

@@ -26,6 +26,7 @@ class SpeculationStats:
         drafted: Draft tokens verified.
         accepted: Draft tokens the model agreed with.
         emitted: Tokens emitted.
+        forced: Emitted tokens that a constraint left no alternative to.
         traces: Graphs traced; none after warm-up inside one span.
         nan_rows: Emitted tokens whose row of logits held NaNs beside numbers.
         seconds: Wall time in parts: "prefill", "draft", "verify".
@@ -45,6 +46,7 @@ class SpeculationStats:
     drafted: int = 0
     accepted: int = 0
     emitted: int = 0
+    forced: int = 0
     traces: int = 0
     nan_rows: int = 0
     seconds: dict[str, float] = field(
@@ -94,6 +96,8 @@ class SpeculationStats:
                 f"{_counted(self.forwards_saved, 'forward')} saved "
                 f"({self.tokens_per_forward:.2f} tokens per forward)"
             )
+        if self.forced:
+            line += f"; {self.forced} forced by the grammar"
         if self.compiled is False and self.traces:
             line += "; uncompiled: MLX compiles nothing here (on Linux it needs a C++ compiler)"
         lines = [line, self.note and f"Engine: {self.note}"]

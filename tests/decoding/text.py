@@ -24,7 +24,7 @@ def byte_level_tokenizer() -> TokenizerWrapper:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(END, special=True)])
-    return _loaded(tokenizer, {"eos_token": END})
+    return loaded(tokenizer, {"eos_token": END})
 
 
 @cache
@@ -38,7 +38,7 @@ def sentencepiece_tokenizer() -> TokenizerWrapper:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
     tokenizer.add_special_tokens([AddedToken(END, special=True)])
-    return _loaded(tokenizer, {"eos_token": END})
+    return loaded(tokenizer, {"eos_token": END})
 
 
 def ids_of(tokenizer: TokenizerWrapper, text: str) -> list[int]:
@@ -50,7 +50,7 @@ def ids_of(tokenizer: TokenizerWrapper, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def _loaded(tokenizer: Tokenizer, config: dict[str, Any]) -> TokenizerWrapper:
+def loaded(tokenizer: Tokenizer, config: dict[str, Any]) -> TokenizerWrapper:
     with TemporaryDirectory() as folder:
         tokenizer.save(str(Path(folder, "tokenizer.json")))
         config = {"tokenizer_class": "PreTrainedTokenizerFast"} | config

@@ -1,0 +1,33 @@
+"""The grammar that the options ask for, judged before a model loads."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import TYPE_CHECKING
+
+from mlxspec.cli.exits import UsageError
+
+if TYPE_CHECKING:
+    from mlxspec.constraints.grammar import Grammar
+
+
+def grammar_of(args: Namespace) -> Grammar | None:
+    """What the output must be; None if anything will do.
+
+    Raises:
+        UsageError: A schema or regular expression that is none, that is not supported, or that no
+            text satisfies.
+    """
+    if args.json_schema is None and args.regex is None:
+        return None
+    from mlxspec.constraints.grammar import Grammar
+    from mlxspec.errors import GrammarError
+
+    try:
+        if args.json_schema is not None:
+            return Grammar.from_json_schema(args.json_schema.text)
+        return Grammar.from_regex(args.regex)
+    except GrammarError as problem:
+        option = "--regex" if args.json_schema is None else f"--json-schema {args.json_schema.path}"
+        # The error begins with the kind of grammar, which the option tells.
+        raise UsageError(f"{option}: {str(problem).partition(': ')[2]}") from None

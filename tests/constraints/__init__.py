@@ -1,0 +1,1 @@
+"""Constrained output: what is written, what is drafted, what is refused."""

@@ -25,6 +25,8 @@ class ConstrainedDrafter:
         self._drafter = drafter
         self._lookahead = lookahead
         self._guessed = False
+        # What the other drafter was shown beyond the history, and where it began.
+        self._shown: tuple[int, list[int]] = (0, [])
 
     @property
     def source(self) -> tuple[str, int]:
@@ -41,6 +43,11 @@ class ConstrainedDrafter:
         draft = self._lookahead.go_where_forced(budget)
         self._guessed = False
         if self._drafter is not None:
+            begin, shown = self._shown
+            if list(history[begin : begin + len(shown)]) != shown:
+                # The text was left before these tokens came.
+                self._drafter.reset()
+            self._shown = (len(history), draft[:])
             seen = TokenView(history)
             for token in draft:
                 seen = TokenView(seen, last=token)
@@ -60,5 +67,6 @@ class ConstrainedDrafter:
     def reset(self) -> None:
         """See `Drafter.reset`."""
         self._guessed = False
+        self._shown = (0, [])
         if self._drafter is not None:
             self._drafter.reset()

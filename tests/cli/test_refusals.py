@@ -127,11 +127,19 @@ COMBINATIONS = [
         for words in (
             ("--prompt-lookup-min-ngram", "2"),
             ("--prompt-lookup-max-ngram", "9"),
+            ("--acceptance", "rejection", "--temp", "1"),
+        )
+    ],
+    *[
+        (
+            [*words],
+            f"{words[0]} needs --prompt-lookup or --json-schema or --regex: give both, or neither",
+        )
+        for words in (
             ("--num-draft-tokens", "5"),
             ("--num-draft-tokens", "0"),
             ("--no-align-proposals",),
             ("--show-drafts",),
-            ("--acceptance", "rejection", "--temp", "1"),
         )
     ],
     *[

@@ -126,7 +126,9 @@ def refuse_combinations(parser: Parser, args: Namespace) -> None:
             raise UsageError(f"{flag(name)} {_written(getattr(args, name))}: {reason}")
     for name, needed in _NEEDS_ONE_OF.items():
         if parser.given(args, name) and not any(parser.given(args, other) for other in needed):
-            offers = " or ".join(flag(other) for other in needed if other not in _NOT_THERE)
+            offers = " or ".join(
+                flag(other) for other in needed if hasattr(args, other) and other not in _NOT_THERE
+            )
             raise UsageError(f"{flag(name)} needs {offers}: give both, or neither")
     for name, reason in _REFUSED_BY_ENGINE[args.engine].items():
         if parser.given(args, name):

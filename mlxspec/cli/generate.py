@@ -107,10 +107,10 @@ def _generate(
             ids,
             max_tokens=args.max_tokens,
             engine=args.engine,
-            constraint=None if grammar is None else grammar.bind(loaded.tokenizer),
             prompt_progress_callback=prefill_progress(sys.stderr),
             **engine_arguments(args, loaded),
             **decoding_arguments(args, loaded),
+            **({"constraint": grammar.bind(loaded.tokenizer)} if grammar else {}),
         )
     except ValueError as problem:
         # What only the engine can know, such as the widths that this device leaves it.

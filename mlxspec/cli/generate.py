@@ -19,7 +19,7 @@ from mlxspec.cli.checks import (
     without_effect,
 )
 from mlxspec.cli.exits import UsageError, run_command, warn
-from mlxspec.cli.grammars import grammar_of
+from mlxspec.cli.grammars import constraint_arguments, grammar_of
 from mlxspec.cli.loading import Loaded, load_for
 from mlxspec.cli.output import (
     DraftStyle,
@@ -110,7 +110,7 @@ def _generate(
             prompt_progress_callback=prefill_progress(sys.stderr),
             **engine_arguments(args, loaded),
             **decoding_arguments(args, loaded),
-            **({"constraint": grammar.bind(loaded.tokenizer)} if grammar else {}),
+            **constraint_arguments(grammar, loaded),
         )
     except ValueError as problem:
         # What only the engine can know, such as the widths that this device leaves it.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mlxspec.cli.exits import UsageError
+from mlxspec.cli.loading import Loaded
 
 if TYPE_CHECKING:
     from mlxspec.constraints.grammar import Grammar
@@ -31,3 +32,8 @@ def grammar_of(args: Namespace) -> Grammar | None:
         option = "--regex" if args.json_schema is None else f"--json-schema {args.json_schema.path}"
         # The error begins with the kind of grammar, which the option tells.
         raise UsageError(f"{option}: {str(problem).partition(': ')[2]}") from None
+
+
+def constraint_arguments(grammar: Grammar | None, loaded: Loaded) -> dict[str, Any]:
+    """What the output must be, as keyword arguments of the generation."""
+    return {} if grammar is None else {"constraint": grammar.bind(loaded.tokenizer)}

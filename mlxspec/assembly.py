@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.nn as nn
 
+from mlxspec.callers import require_drafter, require_engine
 from mlxspec.constraints.acceptance import ConstrainedChoice
 from mlxspec.constraints.drafting import ConstrainedDrafter
 from mlxspec.constraints.lookahead import Lookahead
@@ -21,6 +22,7 @@ from mlxspec.decoding.acceptance import (
     ModelsChoice,
     RejectionSampling,
     Sampler,
+    checked_processors,
 )
 from mlxspec.decoding.decoder import SpeculativeDecoder
 from mlxspec.decoding.options import DEFAULT_NUM_DRAFT_TOKENS, SpeculativeDecodingOptions
@@ -80,7 +82,7 @@ def make_decoder(
     sampler: Sampler | None = None,
     logits_processors: Sequence[LogitsProcessor] | None = None,
     constraint: Constraint | None = None,
-    engine: SpeculativeEngine | str = "static",
+    engine: SpeculativeEngine | str | None = None,
     max_context_length: int | None = None,
     tile_widths: Sequence[int] | None = None,
     exact: bool | None = None,
@@ -111,9 +113,9 @@ def make_decoder(
             rows are masked after the processors and before the filters, drafts end where it
             forbids a token and go on where it forces one, also without a drafter. `max_tokens`
             and stop strings end a text wherever it stands.
-        engine: "static" or "dynamic" for an engine that is kept with the model from call to
-            call and begins every sequence anew; or an engine of your own, which goes on from
-            what it holds of the prompt: see `stats.reused_tokens`.
+        engine: "static" (None is the same) or "dynamic" for an engine that is kept with the model
+            from call to call and begins every sequence anew; or an engine of your own, which
+            goes on from what it holds of the prompt: see `stats.reused_tokens`.
         max_context_length: Most tokens of prompt and output; None is what the config declares.
         tile_widths: Widths of the static engine's decode tiles; None is what the layers take.
         exact: False takes every default width, also those that round differently on this device:
@@ -138,13 +140,16 @@ def make_decoder(
         raise ValueError(f"prompt_lookup: expected True or False, got {prompt_lookup!r}")
     if prompt_lookup and drafter is not None:
         raise ValueError("prompt_lookup and drafter: give one of them, not both")
+    if drafter is not None:
+        require_drafter(drafter)
     if prompt_lookup:
         drafter = PromptLookup()
     if num_draft_tokens is None:
         num_draft_tokens = DEFAULT_NUM_DRAFT_TOKENS
     decoding_options = SpeculativeDecodingOptions(num_draft_tokens, align_proposals)
     drawn = secrets.randbits(32) if seed is None else seed
-    rule = _acceptance(acceptance, sampling, drawn, sampler, logits_processors or ())
+    processors = checked_processors(logits_processors)
+    rule = _acceptance(acceptance, sampling, drawn, sampler, processors)
     _refuse_constraint(constraint, acceptance)
     engine_options = {
         "max_context_length": max_context_length,
@@ -161,7 +166,10 @@ def make_decoder(
             for name, value in quantisation.items()
             if value not in _QUANTISES_NOTHING[name]
         ]
+    if engine is None:
+        engine = "static"
     if not isinstance(engine, str):
+        require_engine(engine)
         if getattr(engine, "model", model) is not model:
             raise ValueError("engine: it runs another model than the one given; give that one")
         if asked := [name for name, value in engine_options.items() if value is not None]:
@@ -174,6 +182,8 @@ def make_decoder(
                 raise ValueError(f"{name} cannot be honoured by the dynamic engine: {reason}")
     if seed is not None and sampling.greedy:
         idle.append("seed (decoding is greedy)")
+    if stats is not None and not isinstance(stats, SpeculationStats):
+        raise ValueError(f"stats: expected SpeculationStats, got {stats!r}")
     if idle:
         warnings.warn(f"without effect: {', '.join(idle)}", UserWarning, stacklevel=4)
     own = not isinstance(engine, str)
@@ -184,9 +194,7 @@ def make_decoder(
     if constraint is not None:
         lookahead = Lookahead(constraint, engine.vocab_size)
         drafter = ConstrainedDrafter(drafter, lookahead)
-        rule = ConstrainedChoice(
-            lookahead, sampling, noise_key(drawn), stats, logits_processors or (), sampler
-        )
+        rule = ConstrainedChoice(lookahead, sampling, noise_key(drawn), stats, processors, sampler)
     decoder = SpeculativeDecoder(
         engine,
         drafter,

@@ -111,7 +111,9 @@ def stream_generate(
 
     Returns:
         A generator of one response per token. The last one has a `finish_reason`; an end token
-        is its `token` and counts, and is not in the text.
+        is its `token` and counts, and is not in the text. `logprobs` is lazy as `generate_step`'s
+        is: until it is used it keeps its tile's logits in memory, and belongs to the thread that
+        drew the response from the generator.
 
     Raises:
         GrammarError: A schema or regular expression that is none, that is not supported, or that

@@ -6,12 +6,13 @@ taken: a caller's function runs once per emitted token and never sees a rejected
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
+from mlxspec.callers import require_callable
 from mlxspec.decoding.sampling import Purpose, Sampling, row_keys, uniform
 from mlxspec.engine.protocol import Capture, VerifyRows
 from mlxspec.errors import NonFiniteLogits
@@ -91,6 +92,9 @@ class CallersChoice:
         sampler: mlx-lm's kind of sampler; None chooses by `sampling` and `noise_key`.
         sampling: How to choose without a sampler.
         noise_key: uint32 [2].
+
+    Raises:
+        ValueError: A processor or the sampler is no function.
     """
 
     capture = Capture(logits=True)
@@ -102,7 +106,9 @@ class CallersChoice:
         sampling: Sampling,
         noise_key: mx.array,
     ):
-        self._processors = tuple(processors)
+        self._processors = checked_processors(processors)
+        if sampler is not None:
+            require_callable("sampler", sampler, "log-probabilities [1, vocab]")
         self._sampler = sampler
         self._sampling = sampling
         self._noise_key = noise_key
@@ -210,6 +216,26 @@ class RejectionSampling:
             tokens.tolist(),
         )  # type: ignore[assignment]
         return head
+
+
+def checked_processors(processors: Any) -> tuple[LogitsProcessor, ...]:
+    """Logits processors as a tuple; None has none.
+
+    Raises:
+        ValueError: It is one function instead of several, or holds what is no function.
+    """
+    if processors is None:
+        return ()
+    if callable(processors) or not isinstance(processors, Iterable):
+        raise ValueError(
+            f"logits_processors: expected a list of functions, got {processors!r}; a single one is "
+            "a list too"
+        )
+    checked = tuple(processors)
+    for index, processor in enumerate(checked):
+        name = f"logits_processors[{index}]"
+        require_callable(name, processor, "(tokens [n], logits [1, vocab])")
+    return checked
 
 
 def log_probabilities(rows: VerifyRows, row: int) -> mx.array:

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from mlxspec.callers import require_callable, require_drafter, require_engine
 from mlxspec.decoding.acceptance import Acceptance, ModelsChoice
 from mlxspec.decoding.options import SpeculativeDecodingOptions
 from mlxspec.decoding.sampling import noise_key
@@ -64,6 +65,9 @@ class SpeculativeDecoder:
         stats: Counters to add to; default: new ones.
         reuse_prefix: Go on from what the engine holds of a prompt's beginning, as far as its
             layers can go back to it; False begins every sequence anew.
+
+    Raises:
+        ValueError: The engine or the drafter lacks its methods, or the seed is out of range.
     """
 
     def __init__(
@@ -77,6 +81,9 @@ class SpeculativeDecoder:
         stats: SpeculationStats | None = None,
         reuse_prefix: bool = True,
     ):
+        require_engine(engine)
+        if drafter is not None:
+            require_drafter(drafter)
         self.engine = engine
         self.drafter = drafter
         self.options = options
@@ -116,14 +123,18 @@ class SpeculativeDecoder:
                 not reused).
 
         Raises:
-            ValueError: The prompt is empty, too long or outside the vocabulary, or `max_tokens`
-                is 0 or below -1.
+            ValueError: The prompt is empty, too long or outside the vocabulary, `max_tokens` is
+                0 or below -1, or `progress` is no function.
             EngineBusy: The engine is generating for somebody else.
             DrafterError: The drafter proposed something that is no token of the target.
             NonFiniteLogits: A row of logits was NaN throughout.
         """
         ids = token_ids(prompt, self.engine.vocab_size, "prompt")
         limit = _limit(max_tokens)
+        if progress is not None:
+            require_callable(
+                "prompt_progress_callback", progress, "(tokens processed, tokens of the prompt)"
+            )
         self._check(ids)
         emissions = self._generate(ids, limit, token_set(stop_tokens), progress)
         next(emissions)

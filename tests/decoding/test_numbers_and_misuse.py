@@ -11,7 +11,8 @@ import pytest
 from mlx_lm.sample_utils import make_logits_processors
 
 import mlxspec
-from mlxspec import DrafterError, SpeculativeDecoder, StaticShapeEngine
+from mlxspec import DrafterError, Sampling, SpeculativeDecoder, StaticShapeEngine
+from mlxspec.decoding import CallersChoice
 from tests.families.tiny import tiny_model
 
 
@@ -140,3 +141,61 @@ def test_a_proposal_without_length_is_named(model, proposal):
 
     with pytest.raises(DrafterError, match="drafter Scalar"):
         ids(model, drafter=Scalar())
+
+
+class WithoutReset:
+    def propose(self, history, budget):
+        return []
+
+    def commit(self, length):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"drafter": WithoutReset()}, "drafter: expected an object .* which lacks reset"),
+        ({"drafter": 7}, "lacks propose and commit and reset"),
+        ({"drafter": mlxspec.PromptLookup}, r"got the class PromptLookup; make one: PromptLookup"),
+        ({"sampler": 0.7}, "sampler: expected a function .* got 0.7"),
+        ({"logits_processors": [None]}, r"logits_processors\[0\]: expected a function"),
+        ({"logits_processors": [abs, "x"]}, r"logits_processors\[1\]: expected a function"),
+        ({"logits_processors": abs}, "logits_processors: expected a list of functions"),
+        ({"logits_processors": 3}, "logits_processors: expected a list of functions"),
+        ({"prompt_progress_callback": 1}, "prompt_progress_callback: expected a function"),
+        ({"stats": {}}, "stats: expected SpeculationStats"),
+        ({"engine": 5}, "engine: expected 'static', 'dynamic' or an engine"),
+        ({"engine": StaticShapeEngine}, "engine: expected 'static', 'dynamic' or an engine"),
+    ],
+)
+def test_what_is_called_later_is_refused_at_the_call(model, options, message):
+    engine = StaticShapeEngine(model, max_context_length=64)
+    list(SpeculativeDecoder(engine).generate([1, 2, 3], max_tokens=4))
+    calls, held = engine.call_count, list(engine.tokens)
+    with pytest.raises(ValueError, match=message):
+        mlxspec.generate_step([1, 2, 3], model, **{"engine": engine, **options})
+    assert (engine.call_count, list(engine.tokens)) == (calls, held)
+    # The engine is free, and goes on as if nobody had asked.
+    assert next(mlxspec.generate_step([1, 2, 3], model, engine=engine))[0] == held[3]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda engine: SpeculativeDecoder(engine, WithoutReset()),
+        lambda engine: SpeculativeDecoder(StaticShapeEngine),
+        lambda engine: SpeculativeDecoder(engine).generate([1, 2], progress="x"),
+        lambda engine: CallersChoice([abs], 0.7, Sampling(), mx.array([0, 0], mx.uint32)),
+        lambda engine: CallersChoice([None], None, Sampling(), mx.array([0, 0], mx.uint32)),
+    ],
+)
+def test_the_parts_refuse_it_too(model, call):
+    engine = StaticShapeEngine(model, max_context_length=64)
+    calls = engine.call_count
+    with pytest.raises(ValueError, match="expected"):
+        call(engine)
+    assert engine.call_count == calls
+
+
+def test_no_engine_is_the_static_one(model):
+    assert ids(model, engine=None) == ids(model, engine="static")

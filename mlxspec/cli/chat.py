@@ -20,12 +20,14 @@ from mlxspec.cli.checks import (
     warn_of_idle,
     without_effect,
 )
-from mlxspec.cli.exits import UsageError, run_command
+from mlxspec.cli.exits import UsageError, run_command, warn
+from mlxspec.cli.grammars import constraint_arguments, grammar_of
 from mlxspec.cli.loading import Loaded, load_for
 from mlxspec.cli.output import DraftStyle, draft_style, print_any_character
 from mlxspec.cli.prompts import prompt_ids
 
 if TYPE_CHECKING:
+    from mlxspec.constraints.grammar import Grammar
     from mlxspec.conversation import Conversation
 
 _NAME = "mlxspec chat"
@@ -54,6 +56,7 @@ def setup_arg_parser() -> options.Parser:
     )
     options.add_model_options(parser)
     options.add_chat_options(parser)
+    options.add_constraint_options(parser)
     options.add_output_options(parser, max_tokens=256, verbose=False)
     options.add_speculation_options(parser)
     options.add_engine_options(parser)
@@ -70,6 +73,9 @@ def _run(argv: Sequence[str] | None) -> int:
     parser = setup_arg_parser()
     args = parser.parse(argv)
     refuse_combinations(parser, args)
+    grammar = grammar_of(args)
+    for note in grammar.notes if grammar else ():
+        warn(_NAME, f"--json-schema {args.json_schema.path}: {note}")
     on_terminal = _is_terminal(sys.stdin) and (_is_terminal(sys.stdout) or _is_terminal(sys.stderr))
     style = draft_style(sys.stdout, os.environ) if args.show_drafts else None
     warn_of_idle(_NAME, without_effect(parser, args) + invisible_drafts(args, style))
@@ -88,13 +94,13 @@ def _run(argv: Sequence[str] | None) -> int:
     print_any_character(sys.stdout)
     if on_terminal:
         print(_greeting(args, loaded, style), file=sys.stderr)
-    conversation = _conversation(loaded, args)
+    conversation = _conversation(loaded, args, grammar)
     session = ChatSession(conversation, read_line, args.model, style, on_terminal=on_terminal)
     return session.run()
 
 
-def _conversation(loaded: Loaded, args: Namespace) -> Conversation:
-    """A conversation over an engine of its own.
+def _conversation(loaded: Loaded, args: Namespace, grammar: Grammar | None) -> Conversation:
+    """A conversation over an engine of its own; the grammar is every answer's.
 
     Raises:
         UsageError: What only the engine can know, such as the widths that this device leaves it.
@@ -118,6 +124,7 @@ def _conversation(loaded: Loaded, args: Namespace) -> Conversation:
             chat_template_config=args.chat_template_config,
             use_chat_template=templated,
             **decoding_arguments(args, loaded),
+            **constraint_arguments(grammar, loaded),
         )
     except ValueError as problem:
         raise UsageError(str(problem)) from problem

@@ -191,6 +191,14 @@ def test_a_model_without_a_template_is_one_running_text_and_says_so(
     assert "without effect: --system-prompt (the model has no chat template)" in outcome.err
 
 
+def test_every_answer_is_what_a_grammar_asks_for(chat: Chat) -> None:
+    outcome = chat("two\ndogs\n/stats", "--regex", "(two|ten) (dogs|foxes)", "--prompt-lookup")
+    first, second, stats = outcome.out.split("\n", 2)
+    assert {first, second} <= {f"{n} {a}" for n in ("two", "ten") for a in ("dogs", "foxes")}
+    assert "The conversation: 2 turns" in stats
+    assert chat("two", "--regex", "(").code == 2
+
+
 READY = "\x1b[?2004h"  # the terminal is told to mark pasted text: the prompt waits
 CTRL_C, CTRL_D = "\x03", "\x04"
 _ENDLESS = ["--max-tokens=-1", "--max-context-length=1000000"]

@@ -84,14 +84,25 @@ _REFUSED_FAMILIES = {
 # Position tables, not rotations: a padding row past the table would read foreign memory.
 _LEARNED_POSITIONS = {"gpt2": "n_positions"}
 
+# How configs call the longest sequence, the clearest name first.
 _CONTEXT_FIELDS = (
     "max_position_embeddings",
     "n_positions",
     "n_ctx",
+    "max_context_length",
     "max_seq_len",
+    "max_seq_length",
     "max_sequence_length",
+    "model_max_length",
     "seq_length",
+    "seq_len",
+    "sequence_len",
+    "block_size",
 )
+# Where a config with several parts describes the one that writes text.
+_TEXT_PARTS = ("text_config", "llm_config", "language_config")
+# What the config said hangs on the model: not every family of mlx-lm keeps it.
+_CONTEXT_ATTRIBUTE = "_mlxspec_context_length"
 _FALLBACK_CONTEXT_LENGTH = 131_072
 
 
@@ -103,7 +114,20 @@ def family_of(model: nn.Module) -> str:
 def model_from_config(config: Mapping[str, Any]) -> nn.Module:
     """The model of a config with random weights that are never computed: only its structure."""
     model_class, args_class = _get_classes(dict(config))
-    return model_class(args_class.from_dict(dict(config)))
+    model = model_class(args_class.from_dict(dict(config)))
+    remember_context_length(model, config)
+    return model
+
+
+def remember_context_length(model: nn.Module, config: Mapping[str, Any]) -> None:
+    """Keep with the model how long a sequence its config allows, for `default_context_length`.
+
+    Many of mlx-lm's models do not read that field, which says how long the texts were that they
+    have been trained on.
+    """
+    length = _declared_in(*(config.get(part) for part in _TEXT_PARTS), config)
+    if length is not None:
+        model.__dict__[_CONTEXT_ATTRIBUTE] = length
 
 
 def why_not_static(model: nn.Module) -> str | None:
@@ -204,10 +228,17 @@ def context_limit(model: nn.Module, widest_tile: int) -> int | None:
 
 
 def _declared_context(model: nn.Module) -> int | None:
+    """What the config says, or the model's arguments where nobody has read its config."""
     args = getattr(model, "args", None)
-    for holder in (args, getattr(args, "text_config", None)):
+    remembered: int | None = model.__dict__.get(_CONTEXT_ATTRIBUTE)
+    return remembered or _declared_in(*(getattr(args, part, None) for part in _TEXT_PARTS), args)
+
+
+def _declared_in(*holders: Any) -> int | None:
+    """The first context length in these parts of a config: dictionaries, objects or None."""
+    for holder in holders:
         for field in _CONTEXT_FIELDS:
-            value = holder.get(field) if isinstance(holder, dict) else getattr(holder, field, None)
+            value = holder.get(field) if isinstance(holder, Mapping) else getattr(holder, field, 0)
             if isinstance(value, int) and value > 1:
                 return value
     return None

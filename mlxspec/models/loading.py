@@ -15,6 +15,7 @@ import mlx_lm.models
 import mlx_lm.utils
 from huggingface_hub import errors as hub_errors
 
+from mlxspec.engine.support import remember_context_length
 from mlxspec.errors import ModelNotFound, UnsupportedModel
 from mlxspec.models.demo import cache_dir, demo_folder, is_ready, prepare
 from mlxspec.models.registry import DemoModel, closest, demo_names, parse_demo_name
@@ -73,17 +74,18 @@ def load(
             f"There are no adapters in {adapter_path}: it has no adapter_config.json."
         )
     path = _resolve(path_or_name, revision, model_config or {}, trust_remote_code)
-    loaded = mlx_lm.utils.load(
+    model, tokenizer, config = mlx_lm.utils.load(
         str(path),
         tokenizer_config=tokenizer_config,
         model_config=model_config,
         adapter_path=None if adapter_path is None else str(adapter_path),
         lazy=lazy,
-        return_config=return_config,
+        return_config=True,
         trust_remote_code=trust_remote_code,
     )
-    loaded[1].eos_token_ids.update(_declared_end_tokens(path, model_config or {}))
-    return loaded
+    tokenizer.eos_token_ids.update(_declared_end_tokens(path, model_config or {}))
+    remember_context_length(model, config)
+    return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
 def resolve(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
         SpeculativeDecoder,
         SpeculativeDecodingOptions,
     )
-    from mlxspec.drafting import Drafter, PromptLookup
+    from mlxspec.drafting import Chain, DeviceDraft, Drafter, DraftModel, PromptLookup
     from mlxspec.engine import (
         Capture,
         DynamicShapeEngine,
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         NonFiniteLogits,
         RewindRefused,
         UnsupportedModel,
+        VocabularyMismatch,
     )
     from mlxspec.generation import GenerationResponse, generate, generate_step, stream_generate
     from mlxspec.models import load
@@ -43,10 +44,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Capture",
+    "Chain",
     "Constraint",
     "ContextFull",
     "Conversation",
     "DemoModelError",
+    "DeviceDraft",
+    "DraftModel",
     "Drafter",
     "DrafterError",
     "DynamicShapeEngine",
@@ -73,6 +77,7 @@ __all__ = [
     "Turn",
     "UnsupportedModel",
     "VerifyRows",
+    "VocabularyMismatch",
     "__version__",
     "forget_engines",
     "generate",

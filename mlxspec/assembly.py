@@ -28,8 +28,10 @@ from mlxspec.decoding.decoder import SpeculativeDecoder
 from mlxspec.decoding.options import DEFAULT_NUM_DRAFT_TOKENS, SpeculativeDecodingOptions
 from mlxspec.decoding.sampling import Sampling, noise_key
 from mlxspec.decoding.stats import SpeculationStats
-from mlxspec.drafting import Drafter, PromptLookup
+from mlxspec.drafting import Chain, Drafter, PromptLookup, TargetedDrafter
+from mlxspec.drafting.model import DraftModel
 from mlxspec.engine import SpeculativeEngine, engine_for
+from mlxspec.models.vocabulary import tokenizer_of
 
 _NEEDS_TOKENIZER = (
     "a grammar is matched in a tokenizer's tokens; give "
@@ -38,7 +40,6 @@ _NEEDS_TOKENIZER = (
 # Keyword arguments that cannot be honoured, most of them mlx-lm's: the value that asks for
 # nothing, and why.
 _REFUSED: dict[str, tuple[Any, str]] = {
-    "draft_model": (None, "draft models are not run so far; prompt_lookup=True drafts without one"),
     "prompt_cache": (
         None,
         "the state lives in an engine: pass one as engine=, which goes on from what it holds of "
@@ -75,6 +76,8 @@ def make_decoder(
     *,
     drafter: Drafter | None = None,
     prompt_lookup: bool = False,
+    draft_model: nn.Module | None = None,
+    tokenizer: Any = None,
     num_draft_tokens: int | None = None,
     align_proposals: bool = True,
     seed: int | None = None,
@@ -99,6 +102,10 @@ def make_decoder(
         model: A model of mlx-lm.
         drafter: Guesses the tokens; None decodes plainly.
         prompt_lookup: Draft with `PromptLookup()`.
+        draft_model: A model of mlx-lm with the target's vocabulary: draft with
+            `DraftModel(draft_model)`, after prompt lookup where both are asked for.
+        tokenizer: The target's, with which a draft model's vocabulary is compared; None is what
+            `mlxspec.load` gave with the model. Without it only the sizes are compared.
         num_draft_tokens: Most tokens to draft per round; None is 7.
         align_proposals: Shorten proposals so that one verify is one forward.
         seed: Of every draw; the same seed gives the same text with and without drafts. None
@@ -138,12 +145,7 @@ def make_decoder(
     sampling, idle = _sampling(options)
     if not isinstance(prompt_lookup, bool):
         raise ValueError(f"prompt_lookup: expected True or False, got {prompt_lookup!r}")
-    if prompt_lookup and drafter is not None:
-        raise ValueError("prompt_lookup and drafter: give one of them, not both")
-    if drafter is not None:
-        require_drafter(drafter)
-    if prompt_lookup:
-        drafter = PromptLookup()
+    drafter = _drafter(drafter, prompt_lookup, draft_model)
     if num_draft_tokens is None:
         num_draft_tokens = DEFAULT_NUM_DRAFT_TOKENS
     decoding_options = SpeculativeDecodingOptions(num_draft_tokens, align_proposals)
@@ -151,7 +153,7 @@ def make_decoder(
     processors = checked_processors(logits_processors)
     rule = _acceptance(acceptance, sampling, drawn, sampler, processors)
     _refuse_constraint(constraint, acceptance)
-    engine_options = {
+    engine_options: dict[str, Any] = {
         "max_context_length": max_context_length,
         "tile_widths": None if tile_widths is None else _widths(tile_widths),
         "exact": exact,
@@ -190,6 +192,9 @@ def make_decoder(
     if isinstance(engine, str):
         engine = engine_for(model, engine, **engine_options)
     _refuse_counts(sampling, engine.vocab_size)
+    if isinstance(drafter, TargetedDrafter):
+        known = tokenizer if tokenizer is not None else tokenizer_of(model)
+        drafter.require_vocabulary(engine.vocab_size, known)
     stats = SpeculationStats() if stats is None else stats
     if constraint is not None:
         lookahead = Lookahead(constraint, engine.vocab_size)
@@ -206,6 +211,35 @@ def make_decoder(
     )
     decoder.stats.seed = None if sampling.greedy else drawn
     return decoder
+
+
+def _drafter(
+    drafter: Drafter | None, prompt_lookup: bool, draft_model: nn.Module | None
+) -> Drafter | None:
+    """The drafter that these arguments ask for, cheap guesses first.
+
+    Raises:
+        ValueError: A drafter beside something that makes one.
+        UnsupportedModel: The static engine cannot take the draft model.
+    """
+    made: list[Drafter] = []
+    for name, asked in (("prompt_lookup", prompt_lookup), ("draft_model", draft_model is not None)):
+        if asked and drafter is not None:
+            raise ValueError(f"{name} and drafter: give one of them, not both")
+    if drafter is not None:
+        require_drafter(drafter)
+    if prompt_lookup:
+        made.append(PromptLookup())
+    if draft_model is not None:
+        if not isinstance(draft_model, nn.Module):
+            raise ValueError(
+                f"draft_model: expected a model of mlx-lm, got {draft_model!r}; mlxspec.load(name) "
+                "gives one and its tokenizer"
+            )
+        made.append(DraftModel(draft_model))
+    if not made:
+        return drafter
+    return made[0] if len(made) == 1 else Chain(*made)
 
 
 def _sampling(options: Mapping[str, Any]) -> tuple[Sampling, list[str]]:

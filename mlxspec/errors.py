@@ -19,6 +19,10 @@ class DemoModelError(MlxspecError, RuntimeError):
     """A demo model could not be fetched, checked or converted; nothing half made is left."""
 
 
+class VocabularyMismatch(MlxspecError, ValueError):
+    """A draft model's token ids mean something else than the target's; the message names some."""
+
+
 class EngineBusy(MlxspecError, RuntimeError):
     """One engine serves one sequence, and somebody else is using this one."""
 

@@ -127,6 +127,7 @@ def stream_generate(
     options = options | _constraint(tokenizer, json_schema, regex, options)
     ids = encode(tokenizer, prompt) if isinstance(prompt, str) else prompt
     ends = [*tokenizer.eos_token_ids, *stop_tokens]
+    options = {"tokenizer": tokenizer} | options
     emissions, stats = _begin(model, ids, max_tokens, ends, prompt_progress_callback, options)
     return _responses(model, tokenizer, len(ids), emissions, stops, stats)
 

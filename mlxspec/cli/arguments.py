@@ -26,9 +26,21 @@ def engine_arguments(args: Namespace, loaded: Loaded) -> dict[str, Any]:
 def decoding_arguments(args: Namespace, loaded: Loaded) -> dict[str, Any]:
     """How tokens are drafted and chosen, whichever engine runs the model."""
     return {
-        "drafter": lookup_drafter(args),
+        "drafter": _drafter(args, loaded),
         "num_draft_tokens": args.num_draft_tokens,
         "align_proposals": not args.no_align_proposals,
         "stop_strings": args.stop,
         **sampling_arguments(args, loaded.tokenizer),
     }
+
+
+def _drafter(args: Namespace, loaded: Loaded) -> Any:
+    """The drafter that the options ask for: lookup first, a model where it finds nothing."""
+    from mlxspec.drafting import Chain, DraftModel
+
+    lookup = lookup_drafter(args)
+    if loaded.draft_model is None:
+        return lookup
+    exact = False if args.no_exact else None
+    model = DraftModel(loaded.draft_model, p_min=args.draft_p_min, exact=exact)
+    return model if lookup is None else Chain(lookup, model)

@@ -80,7 +80,7 @@ def _run(argv: Sequence[str] | None) -> int:
     style = draft_style(sys.stdout, os.environ) if args.show_drafts else None
     warn_of_idle(_NAME, without_effect(parser, args) + invisible_drafts(args, style))
     read_line = terminal_reader() if on_terminal else line_reader(sys.stdin)
-    loaded = load_for(args)
+    loaded = load_for(args, args.draft_model)
     # What the template refuses of the system prompt it refuses now, before weights are read.
     prompt_ids(loaded.tokenizer, "hello", args)
     if not loaded.tokenizer.has_chat_template and not args.ignore_chat_template:

@@ -12,7 +12,6 @@ from mlxspec.cli.output import DraftStyle
 
 # Options of mlx-lm whose feature is not there: the reason, and what to do.
 _NOT_THERE = {
-    "draft_model": "draft models are not run yet; --prompt-lookup drafts without one",
     "max_kv_size": "a state that forgets its oldest keys cannot be rewound; leave it out, or "
     "bound the memory with --max-context-length",
     "prompt_cache_file": "saved prompt caches are not read yet; give the whole text as --prompt",
@@ -24,6 +23,7 @@ _GRAMMARS = ("json_schema", "regex")
 _NEEDS_ONE_OF = {
     "prompt_lookup_min_ngram": ("prompt_lookup",),
     "prompt_lookup_max_ngram": ("prompt_lookup",),
+    "draft_p_min": ("draft_model",),
     "num_draft_tokens": _DRAFTERS + _GRAMMARS,
     "no_align_proposals": _DRAFTERS + _GRAMMARS,
     "show_drafts": _DRAFTERS + _GRAMMARS,
@@ -33,6 +33,7 @@ _NEEDS_ONE_OF = {
 _REFUSED_BY_ENGINE = {
     "dynamic": {
         "prompt_lookup": "the dynamic engine decodes plainly, without speculation",
+        "draft_model": "the dynamic engine decodes plainly, without speculation",
         "tile_widths": "the dynamic engine has no tiles",
         "no_exact": "the dynamic engine has no tiles",
         "kv_bits": "the dynamic engine keeps keys and values whole",

@@ -77,7 +77,7 @@ def _run(argv: Sequence[str] | None) -> int:
     text = prompt_text(args.prompt)
     style = draft_style(sys.stdout, os.environ) if args.show_drafts else None
     warn_of_idle(_NAME, without_effect(parser, args) + invisible_drafts(args, style))
-    loaded = load_for(args)
+    loaded = load_for(args, args.draft_model)
     ids = prompt_ids(loaded.tokenizer, text, args)
     refuse_length(ids, loaded.context_length)
     if not loaded.tokenizer.has_chat_template and not args.ignore_chat_template:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from mlxspec.cli.exits import UsageError
@@ -17,50 +18,83 @@ class Loaded(NamedTuple):
         model: mlx-lm's model; its weights are read when they are first used.
         tokenizer: mlx-lm's wrapper, with the extra end tokens.
         context_length: Most tokens of prompt and answer together.
+        draft_model: mlx-lm's model that drafts, of the same vocabulary, or None.
     """
 
     model: Any
     tokenizer: Any
     context_length: int
+    draft_model: Any = None
 
 
-def load_for(args: Namespace) -> Loaded:
-    """Find the model, refuse it if its config tells that it cannot run, and load it.
+def load_for(args: Namespace, draft_name: str | None = None) -> Loaded:
+    """Find the models, refuse them if their configs tell that they cannot run, and load them.
+
+    Args:
+        args: The options.
+        draft_name: The model that is to draft in a static engine, if there is one.
 
     Raises:
-        MlxspecError: No such model, one that the engine cannot take, or options that the model
-            does not go with.
+        MlxspecError: No such model, one that the engine cannot take, options that the model does
+            not go with, or a draft model of another vocabulary.
     """
     from mlxspec.engine.support import default_context_length
-    from mlxspec.models import load, resolve
+    from mlxspec.models import resolve
+    from mlxspec.models.vocabulary import require_same_tokens
 
     path = resolve(args.model, check=lambda config: _refuse_model(config, args))
+    draft_path = resolve(draft_name, check=_refuse_draft) if draft_name else None
+    model, tokenizer = _loaded(
+        path,
+        adapter_path=args.adapter_path,
+        tokenizer_config={"trust_remote_code": args.trust_remote_code},
+        model_config={"quantize_activations": args.quantize_activations},
+        trust_remote_code=args.trust_remote_code,
+    )
+    draft_model = None
+    if draft_path is not None:
+        draft_model, draft_tokenizer = _loaded(draft_path)
+        require_same_tokens(tokenizer, draft_tokenizer)
+    for token in args.extra_eos_token:
+        _add_end_token(tokenizer, token)
+    context_length = args.max_context_length or default_context_length(
+        model, _widest_tile(model, args)
+    )
+    return Loaded(model, tokenizer, context_length, draft_model)
+
+
+def _loaded(path: Path, **settings: Any) -> tuple[Any, Any]:
+    """A model whose weights are read when they are used, and its tokenizer."""
+    from mlxspec.models import load
+
     try:
-        model, tokenizer = load(
-            path,
-            adapter_path=args.adapter_path,
-            tokenizer_config={"trust_remote_code": args.trust_remote_code},
-            model_config={"quantize_activations": args.quantize_activations},
-            lazy=True,
-            trust_remote_code=args.trust_remote_code,
-        )
+        model, tokenizer = load(path, lazy=True, **settings)
     except ValueError as problem:
         if isinstance(problem, MlxspecError):
             raise
         raise ModelNotFound(
             f"the weights of {path} do not fit its config.json: {problem}"
         ) from problem
-    for token in args.extra_eos_token:
-        _add_end_token(tokenizer, token)
-    context_length = args.max_context_length or default_context_length(
-        model, _widest_tile(model, args)
-    )
-    return Loaded(model, tokenizer, context_length)
+    return model, tokenizer
+
+
+def _refuse_draft(config: Mapping[str, Any]) -> None:
+    """Refuse by its config a draft model that has to run in a static engine and cannot."""
+    from mlxspec.engine.support import require_static
+
+    try:
+        if config.get("model_file"):
+            raise UnsupportedModel("it brings its own code, which a static engine cannot run")
+        require_static(_structure(config))
+    except MlxspecError as problem:
+        raise UnsupportedModel(
+            f"--draft-model: {problem}; take another one, or --prompt-lookup"
+        ) from problem
 
 
 def _refuse_model(config: Mapping[str, Any], args: Namespace) -> None:
     """Refuse by its config a model that the engine or an option cannot take."""
-    from mlxspec.engine.support import context_limit, model_from_config, require_static
+    from mlxspec.engine.support import context_limit, require_static
 
     quantization = config.get("quantization") or {}
     if args.quantize_activations and quantization.get("mode") not in ("nvfp4", "mxfp8"):
@@ -76,13 +110,7 @@ def _refuse_model(config: Mapping[str, Any], args: Namespace) -> None:
                 "--engine dynamic --trust-remote-code if you trust it"
             )
         return
-    try:
-        structure = model_from_config(config)
-    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as problem:
-        raise ModelNotFound(
-            f"config.json does not describe a model that mlx-lm can build: "
-            f"{type(problem).__name__}: {problem}"
-        ) from problem
+    structure = _structure(config)
     if args.engine == "static":
         require_static(structure)
     limit = context_limit(structure, _widest_tile(structure, args))
@@ -93,6 +121,18 @@ def _refuse_model(config: Mapping[str, Any], args: Namespace) -> None:
         )
     if args.kv_bits:
         _refuse_quantized_keys(structure, args)
+
+
+def _structure(config: Mapping[str, Any]) -> Any:
+    from mlxspec.engine.support import model_from_config
+
+    try:
+        return model_from_config(config)
+    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as problem:
+        raise ModelNotFound(
+            f"config.json does not describe a model that mlx-lm can build: "
+            f"{type(problem).__name__}: {problem}"
+        ) from problem
 
 
 def _refuse_vocabulary(config: Mapping[str, Any], args: Namespace) -> None:

@@ -322,7 +322,18 @@ def add_speculation_options(parser: ArgumentParser) -> None:
         help=f"most tokens to match (default: {DEFAULT_MAX_NGRAM})",
     )
     group.add_argument(
-        "--draft-model", metavar="MODEL", help="a small model that drafts; not there yet"
+        "--draft-model",
+        metavar="MODEL",
+        help="a small model with the same vocabulary that drafts, where --prompt-lookup finds "
+        "nothing if that is given too: a demo model, a local folder, or a repository of the hub",
+    )
+    group.add_argument(
+        "--draft-p-min",
+        type=real_number(0, 1),
+        default=0.0,
+        metavar="P",
+        help="end a draft before the first token to which the draft model gives less than this "
+        "probability (default: %(default)s)",
     )
     group.add_argument(
         "--num-draft-tokens",

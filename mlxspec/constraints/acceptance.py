@@ -39,6 +39,7 @@ class ConstrainedChoice:
     """
 
     capture = Capture(logits=True)
+    compares_distributions = False
 
     def __init__(
         self,
@@ -51,6 +52,7 @@ class ConstrainedChoice:
     ):
         self._lookahead = lookahead
         self._sampling = sampling
+        self.sampling = sampling if sampler is None else Sampling()
         self._noise_key = noise_key
         self._stats = stats
         self._callers: CallersChoice | None = None
@@ -63,7 +65,13 @@ class ConstrainedChoice:
         if self._callers is not None:
             self._callers.begin(prompt)
 
-    def choices(self, rows: VerifyRows, draft: Sequence[int], position: int) -> Iterator[Choice]:
+    def choices(
+        self,
+        rows: VerifyRows,
+        draft: Sequence[int],
+        position: int,
+        draft_scores: mx.array | None = None,
+    ) -> Iterator[Choice]:
         """See `Acceptance.choices`.
 
         Raises:

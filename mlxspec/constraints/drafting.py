@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from mlxspec.constraints.lookahead import Lookahead
 from mlxspec.decoding.decoder import checked_proposal
-from mlxspec.drafting import Drafter
-from mlxspec.engine.tokens import TokenView
+from mlxspec.decoding.target import TargetChoice
+from mlxspec.drafting.device import DeviceDraft
+from mlxspec.drafting.protocol import Drafter, TargetedDrafter, source_of
+from mlxspec.engine.tokens import TokenView, token_ids
 
 
 class ConstrainedDrafter:
-    """Implements `Drafter`: what is forced, then another drafter's guess, then what is forced.
+    """Implements `TargetedDrafter`: what is forced, another drafter's guess, what is forced then.
 
     The other drafter is asked for what follows the forced tokens: they are as certain as those
     committed, and its guess is then checked in the same forward.
@@ -32,10 +36,14 @@ class ConstrainedDrafter:
     def source(self) -> tuple[str, int]:
         """What the last proposal came from: the other drafter's source where it had a say."""
         if self._guessed:
-            default = (type(self._drafter).__name__, 0)
-            found: tuple[str, int] = getattr(self._drafter, "source", default)
-            return found
+            assert self._drafter is not None
+            return source_of(self._drafter)
         return "grammar", 0
+
+    @property
+    def forward_count(self) -> int:
+        """Those of the other drafter."""
+        return 0 if self._targeted is None else self._targeted.forward_count
 
     def propose(self, history: Sequence[int], budget: int) -> list[int]:
         """See `Drafter.propose`."""
@@ -54,6 +62,9 @@ class ConstrainedDrafter:
             guess = checked_proposal(
                 self._drafter, seen, budget - len(draft), self._lookahead.vocab_size
             )
+            if isinstance(guess, DeviceDraft):
+                # Where the grammar cuts it, the host decides.
+                guess = token_ids(guess.tokens, self._lookahead.vocab_size, "draft")
             allowed = guess[: self._lookahead.go_along(guess)]
             self._guessed = bool(allowed)
             draft += allowed
@@ -70,3 +81,21 @@ class ConstrainedDrafter:
         self._shown = (0, [])
         if self._drafter is not None:
             self._drafter.reset()
+
+    def require_vocabulary(self, vocab_size: int, tokenizer: Any) -> None:
+        """See `TargetedDrafter`."""
+        if self._targeted is not None:
+            self._targeted.require_vocabulary(vocab_size, tokenizer)
+
+    def lease(self) -> AbstractContextManager[None]:
+        """Hold the other drafter."""
+        return nullcontext() if self._targeted is None else self._targeted.lease()
+
+    def begin(self, prompt: Sequence[int], target: TargetChoice) -> None:
+        """Tell the other drafter."""
+        if self._targeted is not None:
+            self._targeted.begin(prompt, target)
+
+    @property
+    def _targeted(self) -> TargetedDrafter | None:
+        return self._drafter if isinstance(self._drafter, TargetedDrafter) else None

@@ -38,13 +38,29 @@ class Acceptance(Protocol):
     def capture(self) -> Capture:
         """What the rows must bring."""
 
-    def choices(self, rows: VerifyRows, draft: Sequence[int], position: int) -> Iterator[Choice]:
+    @property
+    def sampling(self) -> Sampling:
+        """How a draft model chooses so as to agree as often as can be."""
+
+    @property
+    def compares_distributions(self) -> bool:
+        """Whether `choices` wants the scores that a draft was drawn by."""
+
+    def choices(
+        self,
+        rows: VerifyRows,
+        draft: Sequence[int],
+        position: int,
+        draft_scores: mx.array | None = None,
+    ) -> Iterator[Choice]:
         """Yield the token after the anchor, then one more for every draft token agreed with.
 
         Args:
             rows: What `verify` said of the anchor and the draft.
             draft: The proposal, [k].
             position: Where the first choice stands.
+            draft_scores: float32 [k, vocab], whose softmax every draft token was drawn from;
+                None where each is a point mass.
         """
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -62,6 +78,7 @@ class ModelsChoice:
 
     sampling: Sampling = field(default_factory=Sampling)
     with_logprobs: bool = False
+    compares_distributions = False
 
     @property
     def capture(self) -> Capture:
@@ -73,7 +90,13 @@ class ModelsChoice:
     def begin(self, prompt: Sequence[int]) -> None:
         """Nothing to remember."""
 
-    def choices(self, rows: VerifyRows, draft: Sequence[int], position: int) -> Iterator[Choice]:
+    def choices(
+        self,
+        rows: VerifyRows,
+        draft: Sequence[int],
+        position: int,
+        draft_scores: mx.array | None = None,
+    ) -> Iterator[Choice]:
         """See `Acceptance.choices`."""
         for row, token in enumerate(rows.argmax):
             yield Choice(token, log_probabilities(rows, row) if self.with_logprobs else None)
@@ -98,6 +121,7 @@ class CallersChoice:
     """
 
     capture = Capture(logits=True)
+    compares_distributions = False
 
     def __init__(
         self,
@@ -114,11 +138,22 @@ class CallersChoice:
         self._noise_key = noise_key
         self._tokens = mx.array([], mx.int32)
 
+    @property
+    def sampling(self) -> Sampling:
+        """Without a sampler ours; what a caller's sampler would draw, nobody can foresee."""
+        return self._sampling if self._sampler is None else Sampling()
+
     def begin(self, prompt: Sequence[int]) -> None:
         """Remember the prompt: processors see it before the output."""
         self._tokens = mx.array(list(prompt), mx.int32)
 
-    def choices(self, rows: VerifyRows, draft: Sequence[int], position: int) -> Iterator[Choice]:
+    def choices(
+        self,
+        rows: VerifyRows,
+        draft: Sequence[int],
+        position: int,
+        draft_scores: mx.array | None = None,
+    ) -> Iterator[Choice]:
         """See `Acceptance.choices`."""
         assert rows.logits is not None
         for row in range(len(draft) + 1):
@@ -157,7 +192,8 @@ class RejectionSampling:
 
     Where it does not, the token is drawn from the residual max(0, p - q), normalised (Leviathan,
     Kalman, Matias, 2023; Chen et al., 2023). The text has the model's distribution and is not the
-    text of plain decoding. A draft without probabilities is a point mass: q(x) = 1.
+    text of plain decoding. A draft without scores is a point mass: q(x) = 1. A draft model's q
+    has gone through the same filters and temperature as p.
 
     Args:
         sampling: Gives p, filters and temperature applied.
@@ -166,18 +202,25 @@ class RejectionSampling:
     """
 
     capture = Capture(logits=True)
+    compares_distributions = True
 
     def __init__(self, sampling: Sampling, noise_key: mx.array, with_logprobs: bool = False):
-        self._sampling = sampling
+        self.sampling = sampling
         self._noise_key = noise_key
         self._with_logprobs = with_logprobs
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Nothing to remember."""
 
-    def choices(self, rows: VerifyRows, draft: Sequence[int], position: int) -> Iterator[Choice]:
+    def choices(
+        self,
+        rows: VerifyRows,
+        draft: Sequence[int],
+        position: int,
+        draft_scores: mx.array | None = None,
+    ) -> Iterator[Choice]:
         """See `Acceptance.choices`."""
-        kept, tokens = self._decide(rows, draft, position)
+        kept, tokens = self._decide(rows, draft, position, draft_scores)
         for row in range(len(draft) + 1):
             stays = row < len(draft) and kept[row]
             token = draft[row] if stays else tokens[row]
@@ -186,7 +229,11 @@ class RejectionSampling:
                 return
 
     def _decide(
-        self, rows: VerifyRows, draft: Sequence[int], position: int
+        self,
+        rows: VerifyRows,
+        draft: Sequence[int],
+        position: int,
+        draft_scores: mx.array | None,
     ) -> tuple[list[bool], list[int]]:
         """For every row: whether its draft token stays, and the token drawn if it does not.
 
@@ -195,14 +242,26 @@ class RejectionSampling:
         assert rows.logits is not None
         count = len(draft) + 1
         positions = mx.arange(position, position + count, dtype=mx.int32)
-        scaled = self._sampling.tempered(rows.logits[:count], positions, self._noise_key)
+        scaled = self.sampling.tempered(rows.logits[:count], positions, self._noise_key)
         # The row after the last draft token has no draft to test; -1 marks it.
         drafted = mx.array([*draft, -1], mx.int32)
         at = mx.maximum(drafted, 0)[:, None]
-        p = mx.take_along_axis(mx.softmax(scaled, axis=-1), at, axis=-1)[:, 0]
-        keep = uniform(self._noise_key, positions, Purpose.ACCEPT) < p
-        has_draft = (drafted >= 0)[:, None]
-        residual = mx.where(has_draft & (mx.arange(scaled.shape[-1])[None] == at), -mx.inf, scaled)
+        draws = uniform(self._noise_key, positions, Purpose.ACCEPT)
+        probabilities = mx.softmax(scaled, axis=-1)
+        p = mx.take_along_axis(probabilities, at, axis=-1)[:, 0]
+        if draft_scores is None or not draft:
+            keep = draws < p
+            has_draft = (drafted >= 0)[:, None]
+            drawn = has_draft & (mx.arange(scaled.shape[-1])[None] == at)
+            residual = mx.where(drawn, -mx.inf, scaled)
+        else:
+            guessed = mx.softmax(draft_scores[: len(draft)], axis=-1)
+            guessed = mx.pad(guessed, [(0, 1), (0, 0)])
+            q = mx.take_along_axis(guessed, at, axis=-1)[:, 0]
+            keep = draws * q < p
+            rest = mx.log(mx.maximum(probabilities - guessed, 0))
+            # Nothing is left where the two agree but for rounding; what p says is then right.
+            residual = mx.where(mx.isinf(rest).all(axis=-1, keepdims=True), scaled, rest)
         keys = mx.concatenate(
             [
                 row_keys(self._noise_key, positions[:-1], Purpose.RESIDUAL),

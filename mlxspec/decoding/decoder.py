@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Collection, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
 from typing import Any, Literal, NamedTuple
 
@@ -20,8 +21,10 @@ from mlxspec.decoding.acceptance import Acceptance, ModelsChoice
 from mlxspec.decoding.options import SpeculativeDecodingOptions
 from mlxspec.decoding.sampling import noise_key
 from mlxspec.decoding.stats import SpeculationStats
+from mlxspec.decoding.target import TargetChoice
 from mlxspec.decoding.turns import Prefix, held_prefix
-from mlxspec.drafting import Drafter
+from mlxspec.drafting.device import DeviceDraft
+from mlxspec.drafting.protocol import Drafter, TargetedDrafter
 from mlxspec.engine.protocol import ProgressCallback, SpeculativeEngine, VerifyRows
 from mlxspec.engine.tokens import TokenView, token_ids
 from mlxspec.errors import DrafterError, EngineBusy, NonFiniteLogits, RewindRefused
@@ -147,7 +150,7 @@ class SpeculativeDecoder:
         stop_tokens: frozenset[int],
         progress: ProgressCallback | None,
     ) -> Generator[Emission, None, None]:
-        with self.engine.lease():
+        with self.engine.lease(), self._drafter_lease():
             # The first `next`, inside `generate`: the engine is held from the call on, and an
             # emission generator that is closed or forgotten before its first token frees it.
             yield _HELD
@@ -171,21 +174,20 @@ class SpeculativeDecoder:
             How many tokens were emitted, and the newest.
         """
         cursor = self.engine.processed_token_count
-        draft = self._draft(anchor, wanted)
+        proposal = self._draft(anchor, wanted)
         emitted = 0
         try:
-            rows = self._verify([anchor, *draft])
+            rows, draft, scores = self._verify(anchor, proposal)
             if draft and self.engine.vocab_size in rows.nan_count:
                 # 0 * NaN is NaN: on CPU a draft that is no number reaches the rows that do not
                 # even see it. Without it the model says what it says by itself.
                 self._reset(cursor)
-                draft = []
-                rows = self._verify([anchor])
+                rows, draft, scores = self._verify(anchor, [])
             self.stats.rounds += 1
             self.stats.plain_rounds += not draft
             self.stats.drafted += len(draft)
             self._require_number(rows, 0, cursor)
-            for token, logprobs in self.acceptance.choices(rows, draft, cursor + 1):
+            for token, logprobs in self.acceptance.choices(rows, draft, cursor + 1, scores):
                 from_draft = emitted < len(draft) and draft[emitted] == token
                 emitted += 1
                 self.stats.emitted += 1
@@ -199,6 +201,8 @@ class SpeculativeDecoder:
                     self._require_number(rows, emitted, cursor)
         finally:
             self._rewind(cursor + emitted)
+            if self.drafter is not None:
+                self.drafter.commit(cursor + 1 + emitted)
         return emitted, newest
 
     def _check(self, prompt: list[int]) -> None:
@@ -226,6 +230,22 @@ class SpeculativeDecoder:
             return "the widest tile has one row, which leaves no room for a draft"
         return None
 
+    @property
+    def _targeted(self) -> TargetedDrafter | None:
+        """The drafter, if it drafts at all and has a state of its own."""
+        on = self.stats.why_off is None and isinstance(self.drafter, TargetedDrafter)
+        return self.drafter if on else None  # type: ignore[return-value]
+
+    def _drafter_lease(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._targeted is None else self._targeted.lease()
+
+    @property
+    def _target(self) -> TargetChoice:
+        rule = self.acceptance
+        return TargetChoice(
+            self.engine.vocab_size, rule.sampling, self._noise_key, rule.compares_distributions
+        )
+
     def _prefill(self, prompt: list[int], progress: ProgressCallback | None) -> None:
         begin = time.perf_counter()
         engine, stats = self.engine, self.stats
@@ -236,6 +256,8 @@ class SpeculativeDecoder:
             0 < self._shown <= held.shared and engine.call_count == self._calls
         ):
             self.drafter.reset()
+        if self.drafter is not None:
+            self.drafter.commit(len(prompt))
         self._shown = 0
         self._calls = None
         if held.reusable < engine.processed_token_count or not held.reusable:
@@ -248,9 +270,13 @@ class SpeculativeDecoder:
         stats.lost_tokens += held.lost
         stats.prefill_forwards += engine.prefill_forward_count - forwards
         stats.traces += engine.trace_count - traces
+        if self._targeted is not None:
+            drafted = self._targeted.forward_count
+            self._targeted.begin(prompt, self._target)
+            stats.draft_forwards += self._targeted.forward_count - drafted
         stats.seconds["prefill"] += time.perf_counter() - begin
 
-    def _draft(self, anchor: int, wanted: int) -> list[int]:
+    def _draft(self, anchor: int, wanted: int) -> list[int] | DeviceDraft:
         """A proposal that fits: into one forward, the context, and the tokens still wanted."""
         if self.stats.why_off is not None or self.drafter is None:
             return []
@@ -262,23 +288,53 @@ class SpeculativeDecoder:
         budget = max(0, min(self.options.num_draft_tokens, fits, wanted - 1))
         history = TokenView(self.engine.tokens, last=anchor)
         self._shown = len(history)
-        self.drafter.commit(len(history))
+        forwards = self._targeted.forward_count if self._targeted else 0
         draft = checked_proposal(self.drafter, history, budget, self.engine.vocab_size)
+        if self._targeted is not None:
+            self.stats.draft_forwards += self._targeted.forward_count - forwards
         self.stats.seconds["draft"] += time.perf_counter() - begin
         return draft
 
-    def _verify(self, block: list[int]) -> VerifyRows:
+    def _verify(
+        self, anchor: int, draft: list[int] | DeviceDraft
+    ) -> tuple[VerifyRows, list[int], mx.array | None]:
+        """Score anchor and draft.
+
+        Returns:
+            The rows, the draft's ids, and the scores it was drawn by where it has them.
+        """
         begin = time.perf_counter()
         traces = self.engine.trace_count
         self._refuse_intruders()
         self._calls = None
-        rows = self.engine.verify(block, self.acceptance.capture, self._noise_key)
+        scores, waited = None, 0.0
+        if isinstance(draft, DeviceDraft):
+            scores, waited = draft.scores, draft.seconds
+        rows, ids = self._scored(anchor, draft)
         self._calls = self.engine.call_count
         self.stats.forwards += rows.forwards
         self.stats.traces += self.engine.trace_count - traces
         self.stats.compiled = self.engine.compiled
-        self.stats.seconds["verify"] += time.perf_counter() - begin
-        return rows
+        seconds = time.perf_counter() - begin
+        waited = min(waited, seconds)
+        self.stats.seconds["draft"] += waited
+        self.stats.seconds["verify"] += seconds - waited
+        return rows, ids, scores
+
+    def _scored(self, anchor: int, draft: list[int] | DeviceDraft) -> tuple[VerifyRows, list[int]]:
+        """The rows of anchor and draft, and the draft's ids, read in one go where they can be."""
+        engine: Any = self.engine
+        capture, key = self.acceptance.capture, self._noise_key
+        if not isinstance(draft, DeviceDraft):
+            return engine.verify([anchor, *draft], capture, key), draft
+        try:
+            if getattr(engine, "takes_device_drafts", False):
+                rows = engine.verify([anchor], capture, key, draft.tokens)
+                return rows, list(rows.drafted)
+            ids = token_ids(draft.tokens, engine.vocab_size, "draft")
+        except ValueError as problem:
+            raise _drafter_error(f"drafter {type(self.drafter).__name__}: {problem}") from problem
+        return engine.verify([anchor, *ids], capture, key), ids
 
     def _rewind(self, to: int) -> None:
         """Leave the engine at what was emitted but for the newest token."""
@@ -361,20 +417,34 @@ def token_set(tokens: Collection[int] | mx.array | np.ndarray) -> frozenset[int]
 
 def checked_proposal(
     drafter: Drafter, history: TokenView, budget: int, vocab_size: int
-) -> list[int]:
-    """Ask for a proposal, cut it to the budget, and refuse what is no token of the target."""
+) -> list[int] | DeviceDraft:
+    """Ask for a proposal, cut it to the budget, and refuse what is no token of the target.
+
+    The ids of a draft on the device are not known yet: the engine refuses what is none.
+    """
     proposal: object = drafter.propose(history, budget)
     name = f"drafter {type(drafter).__name__}"
     try:
+        if isinstance(proposal, DeviceDraft):
+            if proposal.tokens.ndim != 1 or not mx.issubdtype(proposal.tokens.dtype, mx.integer):
+                raise TypeError(
+                    f"{name}: expected tokens int32 [k], got {proposal.tokens.dtype} "
+                    f"{proposal.tokens.shape}"
+                )
+            return proposal[:budget] if len(proposal) and budget else []
         if not isinstance(proposal, Sequence | mx.array | np.ndarray) or (
             getattr(proposal, "ndim", 1) != 1
         ):
             raise TypeError(f"{name}: expected a sequence of token ids, got {proposal!r}")
         return token_ids(proposal[:budget], vocab_size, name)
     except (TypeError, ValueError) as problem:
-        raise DrafterError(
-            f"{problem}. propose(history, budget) must return ids of the target's vocabulary"
-        ) from problem
+        raise _drafter_error(problem) from problem
+
+
+def _drafter_error(problem: object) -> DrafterError:
+    return DrafterError(
+        f"{problem}. propose(history, budget) must return ids of the target's vocabulary"
+    )
 
 
 def _counting_anchor(progress: ProgressCallback | None) -> ProgressCallback | None:

@@ -18,6 +18,7 @@ class SpeculationStats:
         rounds: Times the decoder drafted, verified and accepted.
         plain_rounds: Rounds whose draft was empty.
         forwards: Decode forwards; equal to `rounds` while proposals are aligned.
+        draft_forwards: Forwards of draft models, those over the prompt included.
         prompt_tokens: Tokens of the prompt.
         reused_tokens: Those of them that the engine still held from the turn before.
         lost_tokens: Those that it had processed too and no longer held, so that they were
@@ -29,7 +30,9 @@ class SpeculationStats:
         forced: Emitted tokens that a constraint left no alternative to.
         traces: Graphs traced; none after warm-up inside one span.
         nan_rows: Emitted tokens whose row of logits held NaNs beside numbers.
-        seconds: Wall time in parts: "prefill", "draft", "verify".
+        seconds: Wall time in parts: "prefill", "draft", "verify". A draft model and the target
+            wait for each other on the device alone, so what a draft took beyond its submission
+            is told by the last ones that were waited for, and counted as "draft".
     """
 
     why_off: str | None = None
@@ -39,6 +42,7 @@ class SpeculationStats:
     rounds: int = 0
     plain_rounds: int = 0
     forwards: int = 0
+    draft_forwards: int = 0
     prompt_tokens: int = 0
     reused_tokens: int = 0
     lost_tokens: int = 0

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+# How far back a match is counted: a longer one says nothing more.
+_LONGEST_COUNTED = 64
+
 
 class PromptLookup:
     """Implements `Drafter` with an index of n-grams, extended by every token once.
@@ -18,7 +21,7 @@ class PromptLookup:
 
     Args:
         min_ngram: Fewest tokens that must match. Short matches are cheap to find and mostly wrong.
-        max_ngram: Most tokens to match.
+        max_ngram: Most tokens to look for; a match may turn out to be longer, see `source`.
 
     Raises:
         ValueError: Not `1 <= min_ngram <= max_ngram`.
@@ -35,6 +38,11 @@ class PromptLookup:
         self.max_ngram = max_ngram
         self.match_length = 0
         self.reset()
+
+    @property
+    def source(self) -> tuple[str, int]:
+        """Lookup, and how many tokens matched: the longer the match, the further it holds."""
+        return "lookup", self.match_length
 
     def reset(self) -> None:
         """Forget every token."""
@@ -53,7 +61,8 @@ class PromptLookup:
     def propose(self, history: Sequence[int], budget: int) -> list[int]:
         """Guess up to `budget` tokens from what followed the same n-gram before.
 
-        `match_length` then says how many tokens matched, 0 for none.
+        `match_length` then says how many tokens matched, 0 for none. It is not bounded by
+        `max_ngram`, which tells only how many are looked for, but by 64.
         """
         self._extend_index(history)
         self.match_length = 0
@@ -64,11 +73,20 @@ class PromptLookup:
         for n in range(min(self.max_ngram, len(suffix)), self.min_ngram - 1, -1):
             follower = self._followers[n].get(suffix[-n:])
             if follower is not None:
-                self.match_length = n
+                self.match_length = n if n < self.max_ngram else self._extent(history, follower)
                 found = list(history[follower : min(follower + budget, end)])
                 period = end - follower
                 return [found[i % period] for i in range(budget)]
         return []
+
+    def _extent(self, history: Sequence[int], follower: int) -> int:
+        """How many tokens before the follower equal the history's last ones."""
+        end = len(history)
+        matched = self.max_ngram
+        most = min(follower, _LONGEST_COUNTED)
+        while matched < most and history[follower - 1 - matched] == history[end - 1 - matched]:
+            matched += 1
+        return matched
 
     def _extend_index(self, history: Sequence[int]) -> None:
         """Index every n-gram that has a follower; the last one of the history has none yet."""

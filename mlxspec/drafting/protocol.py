@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from mlxspec.decoding.target import TargetChoice
+    from mlxspec.drafting.device import DeviceDraft
 
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Guesses the tokens that follow a history. A wrong guess costs time and nothing else."""
+    """Guesses the tokens that follow a history. A wrong guess costs time and nothing else.
 
-    def propose(self, history: Sequence[int], budget: int) -> Sequence[int]:
+    A drafter may have a property `source`, see `source_of`.
+    """
+
+    def propose(self, history: Sequence[int], budget: int) -> Sequence[int] | DeviceDraft:
         """Guess what follows.
 
         Args:
@@ -23,7 +31,46 @@ class Drafter(Protocol):
         """
 
     def commit(self, length: int) -> None:
-        """The first `length` tokens of the history are final."""
+        """The first `length` tokens of the history are final.
+
+        Called after every round, however it ended. Of the tokens past the history that was last
+        proposed for, all but the newest are then what was proposed.
+        """
 
     def reset(self) -> None:
         """A new sequence begins, which may share nothing with the last one."""
+
+
+@runtime_checkable
+class TargetedDrafter(Drafter, Protocol):
+    """A drafter with a state of its own that wants to know whom it drafts for."""
+
+    @property
+    def forward_count(self) -> int:
+        """Forwards of its models so far, those over prompts included."""
+
+    def require_vocabulary(self, vocab_size: int, tokenizer: Any) -> None:
+        """Refuse a target whose token ids mean something else; nothing has been generated yet.
+
+        Args:
+            vocab_size: Entries in a row of the target's logits.
+            tokenizer: The target's, or None where it is not known.
+
+        Raises:
+            VocabularyMismatch: Names the tokens.
+        """
+
+    def lease(self) -> AbstractContextManager[None]:
+        """Be held for one generation; a second holder gets `EngineBusy`."""
+
+    def begin(self, prompt: Sequence[int], target: TargetChoice) -> None:
+        """Take in the prompt of a new sequence, and how the target chooses."""
+
+
+def source_of(drafter: Drafter) -> tuple[str, int]:
+    """What the drafter's last proposal came from, and how strong the evidence was.
+
+    Proposals of one source are expected to be accepted alike. A drafter says it by its property
+    `source`; without one the name of its type has to do.
+    """
+    return getattr(drafter, "source", (type(drafter).__name__, 0))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import mlx.nn as nn
@@ -33,14 +35,20 @@ class _Kept(list[tuple[object, Engine]]):
 
 # Engines nobody uses that are kept per model, the latest used last: each holds a state.
 _KEPT_FREE = 4
+# One thread at a time looks through a model's engines.
+_CHOOSING = threading.RLock()
 
 
-def engine_for(model: nn.Module, kind: str = "static", **options: Any) -> Engine:
+def engine_for(
+    model: nn.Module, kind: str = "static", *, role: str = "target", **options: Any
+) -> Engine:
     """An engine of this model and these options that nobody is generating with.
 
     Args:
         model: A model of mlx-lm.
         kind: "static" or "dynamic".
+        role: What the engine is for: those of one role trace the same graphs, so a model that
+            drafts for itself finds each of its two engines again.
         **options: Keyword arguments of the engine's class; None means its default.
 
     Returns:
@@ -54,21 +62,35 @@ def engine_for(model: nn.Module, kind: str = "static", **options: Any) -> Engine
     if kind not in ENGINE_KINDS:
         raise ValueError(f"engine: expected 'static' or 'dynamic', got {kind!r}")
     options = {name: value for name, value in options.items() if value is not None}
-    key = (kind, tuple(sorted((name, _hashable(value)) for name, value in options.items())))
-    kept: _Kept = model.__dict__.setdefault(_ATTRIBUTE, _Kept())
-    kept[:] = [entry for entry in kept if entry[1].leased or entry[1].weights_unchanged]
-    # A shallow copy shares the list, and is another model.
-    own = (entry for entry in reversed(kept) if entry[0] == key and entry[1].model is model)
-    entry = next((entry for entry in own if not entry[1].leased), None)
-    if entry is None:
-        entry = (key, ENGINE_KINDS[kind](model, **options))
-    else:
-        kept.remove(entry)
-    kept.append(entry)
-    free = [e for e in kept if not e[1].leased]
-    for oldest in free[:-_KEPT_FREE]:
-        kept.remove(oldest)
-    return entry[1]
+    key = (role, kind, tuple(sorted((name, _hashable(value)) for name, value in options.items())))
+    with _CHOOSING:
+        kept: _Kept = model.__dict__.setdefault(_ATTRIBUTE, _Kept())
+        kept[:] = [entry for entry in kept if entry[1].leased or entry[1].weights_unchanged]
+        # A shallow copy shares the list, and is another model.
+        own = (entry for entry in reversed(kept) if entry[0] == key and entry[1].model is model)
+        entry = next((entry for entry in own if not entry[1].leased), None)
+        if entry is None:
+            entry = (key, ENGINE_KINDS[kind](model, **options))
+        else:
+            kept.remove(entry)
+        kept.append(entry)
+        free = [e for e in kept if not e[1].leased]
+        for oldest in free[:-_KEPT_FREE]:
+            kept.remove(oldest)
+        return entry[1]
+
+
+@contextmanager
+def borrowed_engine(model: nn.Module, kind: str = "static", **options: Any) -> Iterator[Engine]:
+    """An engine as `engine_for` finds it, held meanwhile: nobody else is given the same one."""
+    with _CHOOSING:
+        engine = engine_for(model, kind, **options)
+        lease = engine.lease()
+        lease.__enter__()
+    try:
+        yield engine
+    finally:
+        lease.__exit__(None, None, None)
 
 
 def forget_engines(model: nn.Module) -> None:

@@ -78,6 +78,7 @@ class VerifyRows:
     top_values: mx.array | None = None
     top_indices: mx.array | None = None
     cap: float | None = None
+    drafted: Sequence[int] = ()
 
 
 @runtime_checkable
@@ -155,7 +156,9 @@ class SpeculativeEngine(Protocol):
     ) -> VerifyRows:
         """Extend the history by `block` (anchor, then drafts), process it, and say what follows.
 
-        `noise_key`, uint32 [2], is handed to `capture.scores`.
+        `noise_key`, uint32 [2], is handed to `capture.scores`. An engine may take a fourth
+        argument, `drafted`: drafts after the block as an array, int32 [k], that the host has not
+        read; it then has a true `takes_device_drafts`, and `VerifyRows.drafted` tells the ids.
         """
 
     def allows_rewind(self, to: int) -> bool:

@@ -21,6 +21,7 @@ from mlxspec.engine.exactness import (
 )
 from mlxspec.engine.placement import Placement, checked_tile_widths, tile_placement
 from mlxspec.engine.protocol import Capture, ProgressCallback, VerifyRows
+from mlxspec.engine.rollout import GoOn, Rollout, RolloutStep
 from mlxspec.engine.sequence import OneSequence
 from mlxspec.engine.spans import SpanRule, TileLimits
 from mlxspec.engine.state import KVQuantization, ModelState, StateLayout
@@ -88,6 +89,8 @@ class StaticShapeEngine(OneSequence):
         ValueError: An option is out of range.
     """
 
+    takes_device_drafts = True
+
     def __init__(
         self,
         model: nn.Module,
@@ -129,6 +132,9 @@ class StaticShapeEngine(OneSequence):
         first = layout.before_first_token() if starts_without_state(model) else layout
         self._tiles = {form: Tiles(model, form) for form in (layout, quantized, first)}
         self._cursor = 0
+        # Tokens that follow the history and that the host has not read, int32 [n] each.
+        self._unread: list[mx.array] = []
+        self._rollout: Rollout | None = None
         self._state = ModelState(
             layout,
             quantized,
@@ -246,6 +252,7 @@ class StaticShapeEngine(OneSequence):
         block: Sequence[int],
         capture: Capture = Capture(),  # noqa: B008
         noise_key: mx.array | None = None,
+        drafted: mx.array | None = None,
     ) -> VerifyRows:
         """Extend the history by `block`, process it, and say what the model makes of every row.
 
@@ -256,6 +263,8 @@ class StaticShapeEngine(OneSequence):
             block: The anchor, then the drafts.
             capture: What to bring back of every row.
             noise_key: uint32 [2], for the capture's scores.
+            drafted: Drafts after the block that the host has not read yet, int32 [k]: they are
+                read back with the rows, so that one wait serves both.
 
         Raises:
             ValueError: An empty block, one longer than `max_verify_block_length`, or an id
@@ -267,13 +276,109 @@ class StaticShapeEngine(OneSequence):
             ids = token_ids(block, self._vocab_size, "verify")
             if not ids:
                 raise ValueError("verify: expected at least the anchor, got an empty block")
-            _require_length("verify", len(ids), self._verify_bound)
+            count = 0 if drafted is None else len(drafted)
+            _require_length("verify", len(ids) + count, self._verify_bound)
             before = self._cursor
             with self._extended_history(ids):
-                rows = self._read_rows(self._verify_tiles(capture, noise_key), capture)
+                if drafted is not None and count:
+                    # An id outside would be refused too late: MLX reads past a table unasked.
+                    self._unread = [mx.clip(drafted.astype(mx.int32), 0, self._vocab_size - 1)]
+                tiles = self._verify_tiles(capture, noise_key)
+                rows = self._read_rows(tiles, capture, drafted)
+                self._history += rows.drafted
             self._state.settle(before)
             self._forward_count += rows.forwards
             return rows
+
+    def roll_out_limit(self, pending: int) -> int:
+        """Most tokens that `roll_out` chooses after `pending` tokens at the cursor.
+
+        The context bounds it, and so do the rings and the start of quantisation: if nothing of
+        the rollout is kept, the state has to go on after the pending tokens.
+        """
+        after = self._cursor + pending
+        limit = self._context_length - after
+        quantized_from = self._limits.quantized_from
+        if quantized_from is not None and after < quantized_from:
+            limit = min(limit, quantized_from - after + 1)
+        narrowest = self._widths[0]
+        start = after
+        if self._recurrent or self._aligned:
+            start = after // narrowest * narrowest
+        last_write = self._state.last_write(start)
+        if last_write is not None:
+            last = last_write - narrowest
+            if self._aligned:
+                last = last_write // narrowest * narrowest - 1
+            limit = min(limit, last - after + 2)
+        return max(0, limit)
+
+    def roll_out(
+        self,
+        tokens: Sequence[int],
+        count: int,
+        capture: Capture = Capture(),  # noqa: B008
+        noise_key: mx.array | None = None,
+        go_on: GoOn | None = None,
+    ) -> Rollout:
+        """Extend the history by `tokens`, then choose tokens one after the other on the device.
+
+        Each chosen token is fed to the next step without being read by the host. The history ends
+        with `tokens`; `keep` then takes over what of the rollout turned out right.
+
+        Args:
+            tokens: What follows the history, at least one.
+            count: Most tokens to choose, from 1 to `roll_out_limit(len(tokens))`.
+            capture: How to choose, and whether to bring the logits.
+            noise_key: uint32 [2], for the capture's scores.
+            go_on: Asked after every step whether another one is wanted.
+
+        Raises:
+            ValueError: No token, an id outside the vocabulary, or more tokens than there is room
+                for. The engine is as it was.
+            EngineBusy: Another thread is inside the engine.
+        """
+        with self._exclusive.call("roll_out"):
+            self._mend()
+            ids = token_ids(tokens, self._vocab_size, "roll_out")
+            if not ids:
+                raise ValueError("roll_out: expected at least one token to go on from, got none")
+            _require_length("roll_out", len(ids), self._verify_bound)
+            limit = self.roll_out_limit(len(ids))
+            if not 1 <= count <= limit:
+                raise ValueError(f"roll_out: expected 1 to {limit} tokens to choose, got {count}")
+            before = self._cursor
+            with self._extended_history(ids):
+                rollout = self._rolled_out(count, capture, noise_key, go_on)
+            self._state.settle(before)
+            self._rollout = rollout
+            return rollout
+
+    def keep(self, count: int) -> None:
+        """Take the first `count` tokens of the last rollout into the history.
+
+        Raises:
+            ValueError: That many tokens have not been processed, or another call came between.
+                The engine is as it was.
+            EngineBusy: Another thread is inside the engine.
+        """
+        with self._exclusive.call("keep"):
+            self._mend()
+            rollout = self._rollout
+            processed = 0 if rollout is None else rollout.processed
+            if not 0 <= count <= processed:
+                raise ValueError(
+                    f"keep: expected 0 to {processed} tokens, which is what the last rollout has "
+                    f"processed, got {count}"
+                )
+            if rollout is None:
+                return
+            ids = rollout.ids(count)
+            self._end_rollout()
+            cursor = self._cursor + count
+            self._history += ids
+            self._state.checkpoints += [c for c in rollout.checkpoints if c.position <= cursor]
+            self._cursor = cursor
 
     def allows_rewind(self, to: int) -> bool:
         """Whether `reset(to)` would succeed: the state holds what the next forward there needs.
@@ -323,6 +428,7 @@ class StaticShapeEngine(OneSequence):
                     f"reset: cannot go back from {self._cursor} tokens to {to}: {reason}. Use "
                     "reset(0) and process the tokens again"
                 )
+            self._end_rollout()
             self._cursor = to
             if to == 0:
                 self._history.clear()
@@ -334,6 +440,7 @@ class StaticShapeEngine(OneSequence):
         """End what a call left half done because Ctrl-C came inside: the cursor says what stays."""
         if self._cursor == 0 and not self._state.is_empty:
             self._state.empty()
+        self._unread = []
         del self._history[self._cursor :]
         self._state.rewind(self._cursor)
 
@@ -344,6 +451,7 @@ class StaticShapeEngine(OneSequence):
         self._widths = widths
         self._limits = TileLimits(self._spans, quantized_from)
         self._place = tile_placement(placement, widths, self._limits, self._recurrent)
+        self._aligned = placement == "aligned"
         self._prefill_widths = self._place.prefill_widths(self._step_widths)
 
     def _equal_widths(self, placement: Placement) -> tuple[int, ...]:
@@ -382,6 +490,7 @@ class StaticShapeEngine(OneSequence):
             self._cursor = min(before, self._cursor)
             raise
         finally:
+            self._unread = []
             del self._history[self._cursor :]
             self._state.rewind(self._cursor)
 
@@ -444,13 +553,57 @@ class StaticShapeEngine(OneSequence):
     def _verify_tiles(self, capture: Capture, noise_key: mx.array | None) -> list[_Tile]:
         """Run the tiles that cover the history from the cursor on; nothing is read back yet."""
         tiles: list[_Tile] = []
-        position, end = self._cursor, len(self._history)
+        position = self._cursor
+        end = len(self._history) + sum(map(len, self._unread))
         while position < end:
             start = self._tile_start(position)
             stop = min(end, self._place.end(start))
             tiles.append(self._decode_tile(position, stop, capture, noise_key))
             position = stop
         return tiles
+
+    def _rolled_out(
+        self, count: int, capture: Capture, noise_key: mx.array | None, go_on: GoOn | None
+    ) -> Rollout:
+        """Process the history from the cursor on, then choose; everything is submitted."""
+        after = len(self._history)
+        position, tiles = self._cursor, []
+        while position < after:
+            start = self._tile_start(position)
+            stop = min(after, self._place.end(start))
+            full = [width for width in self._widths if position - start < width <= stop - start]
+            if self._recurrent and full:
+                # The state arrives there, and no later step has to feed these tokens again.
+                stop = start + full[-1]
+            tiles.append(self._decode_tile(position, stop, capture, noise_key))
+            position = stop
+        steps: list[RolloutStep] = []
+        while True:
+            tile = tiles[-1]
+            row = slice(tile.rows.stop - 1, tile.rows.stop)
+            logits = tile.outputs[1][row] if capture.logits else None
+            steps.append(RolloutStep(tile.outputs[0][:, row], logits))
+            # The token alone: MLX would copy the slots if they were submitted before their use.
+            self._submit(steps[-1].head)
+            if (go_on is not None and not go_on(steps)) or len(steps) == count:
+                break
+            self._unread.append(steps[-1].token)
+            tiles.append(self._decode_tile(position, position + 1, capture, noise_key))
+            position += 1
+        self._forward_count += len(tiles)
+        nan_counts = mx.concatenate([tile.outputs[0][1] for tile in tiles])
+        state = self._state
+        self._submit(nan_counts, state.slots, [c.arrays for c in state.checkpoints])
+        end = max(tile.end for tile in tiles)
+        past = [c for c in state.checkpoints if c.position > after]
+        return Rollout(steps, nan_counts, end, past)
+
+    def _end_rollout(self) -> None:
+        """The rollout's rows are rejected, but for what was kept: what they wrote is known now."""
+        if self._rollout is not None:
+            if any(self._rollout.nan_counts.tolist()):  # type: ignore[arg-type]
+                self._state.non_finite_until = max(self._state.non_finite_until, self._rollout.end)
+            self._rollout = None
 
     def _decode_tile(
         self, position: int, stop: int, capture: Capture, noise_key: mx.array | None = None
@@ -475,14 +628,13 @@ class StaticShapeEngine(OneSequence):
     ) -> list[mx.array]:
         """Run the history's tokens from `start`, `rows` of them, in one tile; lazily."""
         state = self._state
+        self._end_rollout()
         state.clear_non_finite(self._cursor)
         if span + self.verify_tile_width > state.capacity:
             state.grow(self._capacity_for(span))
             for tiles in self._tiles.values():
                 tiles.forget_other_capacities(state.capacity)
-        tokens = self._history[start : start + rows]
-        # A committed or just proposed token: padding meets no embedding that the rows do not.
-        tokens += tokens[-1:] * (width - rows)
+        tokens = self._tile_tokens(start, rows, width)
         tile = self._tiles[state.tile_layout].get(TileKey(width, span, state.capacity, capture))
         slots, high_water = state.slots, state.high_water
         state.begin_write(start + width)
@@ -490,7 +642,7 @@ class StaticShapeEngine(OneSequence):
             # The old arrays must have no owner left when the tile is evaluated, or MLX copies them.
             state.slots = []
             outputs, state.slots, recurrent = tile(
-                mx.array([tokens], dtype=mx.int32),
+                tokens,
                 mx.array(start, dtype=mx.int32),
                 _NO_NOISE if noise_key is None else noise_key,
                 slots,
@@ -504,9 +656,23 @@ class StaticShapeEngine(OneSequence):
             state.adopt(start + width, recurrent)
         return outputs
 
-    def _read_rows(self, tiles: list[_Tile], capture: Capture) -> VerifyRows:
+    def _tile_tokens(self, start: int, rows: int, width: int) -> mx.array:
+        """The tokens from `start`, `rows` of them, and padding: int32 [1, width]."""
+        known = self._history[start : start + rows]
+        # A committed or just proposed token: padding meets no embedding that the rows do not.
+        if len(known) == rows:
+            return mx.array([known + known[-1:] * (width - rows)], dtype=mx.int32)
+        begin = max(0, start - len(self._history))
+        unread = mx.concatenate(self._unread)[begin : begin + rows - len(known)]
+        padding = mx.broadcast_to(unread[-1:], (width - rows,))
+        return mx.concatenate([mx.array(known, dtype=mx.int32), unread, padding])[None]
+
+    def _read_rows(
+        self, tiles: list[_Tile], capture: Capture, drafted: mx.array | None = None
+    ) -> VerifyRows:
         """Evaluate the tiles, read back what the host needs, and remember non-finite slots."""
-        self._evaluate([tile.outputs for tile in tiles])
+        self._evaluate([*[tile.outputs for tile in tiles], [] if drafted is None else [drafted]])
+        drafts = [] if drafted is None else token_ids(drafted, self._vocab_size, "verify")
         argmax: list[int] = []
         nan_count: list[int] = []
         for tile in tiles:
@@ -523,13 +689,27 @@ class StaticShapeEngine(OneSequence):
         logits = captured.pop(0) if capture.logits else None
         top_values, top_indices = captured if capture.top_k else (None, None)
         cap = self._tiles[self._state.tile_layout].final_cap if capture.raw else None
-        return VerifyRows(argmax, nan_count, len(tiles), logits, top_values, top_indices, cap)
+        return VerifyRows(
+            argmax, nan_count, len(tiles), logits, top_values, top_indices, cap, drafts
+        )
 
     def _evaluate(self, outputs: list[list[mx.array]]) -> None:
-        """Compute outputs and state; a device that fails here takes the state with it."""
+        """Compute outputs and state."""
+        state = self._state
+        with self._emptied_on_device_failure():
+            mx.eval(outputs, state.slots, [checkpoint.arrays for checkpoint in state.checkpoints])
+
+    def _submit(self, *arrays: Any) -> None:
+        """Let the device begin; the host goes on."""
+        with self._emptied_on_device_failure():
+            mx.async_eval(*arrays)
+
+    @contextmanager
+    def _emptied_on_device_failure(self) -> Iterator[None]:
+        """A device that fails takes the state with it."""
         state = self._state
         try:
-            mx.eval(outputs, state.slots, [checkpoint.arrays for checkpoint in state.checkpoints])
+            yield
         except Exception as failure:
             self._history.clear()
             self._cursor = 0

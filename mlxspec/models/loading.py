@@ -19,6 +19,7 @@ from mlxspec.engine.support import remember_context_length
 from mlxspec.errors import ModelNotFound, UnsupportedModel
 from mlxspec.models.demo import cache_dir, demo_folder, is_ready, prepare
 from mlxspec.models.registry import DemoModel, closest, demo_names, parse_demo_name
+from mlxspec.models.vocabulary import remember_tokenizer
 
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
 # What the hub is asked for before a model's weights.
@@ -83,6 +84,7 @@ def load(
         return_config=True,
         trust_remote_code=trust_remote_code,
     )
+    remember_tokenizer(model, tokenizer)
     tokenizer.eos_token_ids.update(_declared_end_tokens(path, model_config or {}))
     remember_context_length(model, config)
     return (model, tokenizer, config) if return_config else (model, tokenizer)

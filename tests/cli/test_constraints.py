@@ -170,4 +170,4 @@ def test_what_does_not_go_together_is_refused_by_name(generate: Run, schema_file
     outcome = generate("--json-schema", schema_file, *rejection)
     assert "--json-schema: --acceptance rejection needs" in outcome.err
     outcome = generate("--show-drafts")
-    assert "--show-drafts needs --prompt-lookup or --json-schema or --regex" in outcome.err
+    assert "--show-drafts needs --prompt-lookup or --draft-model or --json-schema" in outcome.err

@@ -46,6 +46,21 @@ def test_without_verbose_the_text_comes_alone(no: str, generate: Run) -> None:
     assert generate("--max-tokens", 5, "--verbose", no) == (0, "Once upon a time there\n", "")
 
 
+@pytest.mark.parametrize("lookup", [False, True])
+@pytest.mark.parametrize("sampling", [[], ["--temp", "1", "--seed", "3"]])
+def test_a_draft_model_drafts_and_the_text_is_the_same(
+    lookup: bool, sampling: list[str], generate: Run, story_model: Path
+) -> None:
+    common = ["--max-tokens", 40, "--temp", 0, *sampling]
+    drafting = ["--draft-model", story_model, *(["--prompt-lookup"] if lookup else [])]
+    drafted = generate(*common, *drafting)
+    assert drafted.code == 0
+    assert drafted.text == generate(*common).text
+    found = re.search(r"(\d+) drafted, (\d+) accepted", drafted.figures[3])
+    assert found
+    assert int(found[1]) >= int(found[2]) >= 30
+
+
 def test_without_options_the_prompt_is_hello_and_a_hundred_tokens_come(
     generate: Run, story_model: Path
 ) -> None:

@@ -93,6 +93,7 @@ OUT_OF_RANGE = [
     ],
     _number("--acceptance", "one of coupled, rejection", "exact"),
     _number("--num-draft-tokens", "a whole number from 0 on", "-1"),
+    _number("--draft-p-min", "a number from 0 to 1", "1.5"),
     _number("--prompt-lookup-min-ngram", "a whole number from 1 on", "0"),
     _number("--prompt-lookup-max-ngram", "a whole number from 1 on", "0"),
     _number("--max-context-length", "a whole number from 2 on", "1"),
@@ -102,10 +103,6 @@ OUT_OF_RANGE = [
     ],
 ]
 NOT_THERE = [
-    (
-        ["--draft-model", "small"],
-        "--draft-model small: draft models are not run yet; --prompt-lookup drafts without one",
-    ),
     (
         ["--max-kv-size", "512"],
         "--max-kv-size 512: a state that forgets its oldest keys cannot be rewound; leave it out, "
@@ -123,17 +120,22 @@ NOT_THERE = [
 ]
 COMBINATIONS = [
     *[
-        ([*words], f"{words[0]} needs --prompt-lookup: give both, or neither")
-        for words in (
-            ("--prompt-lookup-min-ngram", "2"),
-            ("--prompt-lookup-max-ngram", "9"),
-            ("--acceptance", "rejection", "--temp", "1"),
+        ([*words], f"{words[0]} needs {needed}: give both, or neither")
+        for needed, words in (
+            ("--prompt-lookup", ("--prompt-lookup-min-ngram", "2")),
+            ("--prompt-lookup", ("--prompt-lookup-max-ngram", "9")),
+            ("--draft-model", ("--draft-p-min", "0.5")),
         )
+    ],
+    *[
+        ([*words], f"{words[0]} needs --prompt-lookup or --draft-model: give both, or neither")
+        for words in (("--acceptance", "rejection", "--temp", "1"),)
     ],
     *[
         (
             [*words],
-            f"{words[0]} needs --prompt-lookup or --json-schema or --regex: give both, or neither",
+            f"{words[0]} needs --prompt-lookup or --draft-model or --json-schema or --regex: give "
+            "both, or neither",
         )
         for words in (
             ("--num-draft-tokens", "5"),
@@ -174,6 +176,11 @@ COMBINATIONS = [
     (
         ["--prompt-lookup", "--engine", "dynamic"],
         "--prompt-lookup: the dynamic engine decodes plainly, without speculation; leave it out, "
+        "or give --engine static",
+    ),
+    (
+        ["--draft-model", "small", "--engine", "dynamic"],
+        "--draft-model: the dynamic engine decodes plainly, without speculation; leave it out, "
         "or give --engine static",
     ),
     (
@@ -308,6 +315,44 @@ def test_a_model_that_is_not_static_is_refused_before_its_weights_are_read(
     assert (outcome.code, outcome.out) == (2, "")
     assert "the static engine cannot run this model: gpt_bigcode" in outcome.err
     assert "--engine dynamic" in outcome.err
+
+
+@pytest.mark.usefixtures("_no_weights")
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        (tiny_configs()["gpt_bigcode"], "cannot run this model: gpt_bigcode"),
+        ({"model_file": "own.py"}, "it brings its own code, which a static engine cannot run"),
+        ({"hidden_size": "wide"}, "config.json does not describe a model"),
+    ],
+)
+def test_a_draft_model_that_cannot_run_is_refused_before_any_weights_are_read(
+    entries: dict, message: str, tmp_path: Path, story_model: Path, generate: Run
+) -> None:
+    folder = _folder_with_config(tmp_path, story_model, **entries)
+    outcome = generate("--draft-model", folder)
+    assert (outcome.code, outcome.out, outcome.err.count("\n")) == (2, "", 1)
+    assert "--draft-model: " in outcome.err
+    assert message in outcome.err
+
+
+@pytest.mark.usefixtures("_no_weights")
+def test_an_unknown_draft_model_is_refused_before_any_weights_are_read(generate: Run) -> None:
+    outcome = generate("--draft-model", "smolm2")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "No model 'smolm2'" in outcome.err
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused_with_the_tokens_named(
+    tmp_path: Path, story_model: Path, generate: Run
+) -> None:
+    folder = _folder_with_config(tmp_path, story_model)
+    (folder / "tokenizer.json").unlink()
+    text = (story_model / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(text.replace("|user|", "|human|"))
+    outcome = generate("--draft-model", folder)
+    assert (outcome.code, outcome.out, outcome.err.count("\n")) == (2, "", 1)
+    assert "'<|user|>' in the target and '<|human|>' in the draft model" in outcome.err
 
 
 @pytest.mark.usefixtures("_no_weights")

@@ -429,7 +429,7 @@ def test_processors_that_leave_no_number_are_said(model):
         ({"acceptance": "exact"}, "'coupled' or 'rejection'"),
         ({"acceptance": "rejection"}, "needs a temperature"),
         ({"acceptance": "rejection", "temp": 1, "logits_processors": [print]}, "processors"),
-        ({"draft_model": "m"}, "draft_model"),
+        ({"draft_model": "m"}, "draft_model: expected a model of mlx-lm, got 'm'"),
         ({"prompt_cache": []}, "prompt_cache"),
         ({"max_kv_size": 64}, "max_kv_size"),
         ({"kv_bits": 7}, "kv_bits: expected 2, 3, 4, 5, 6 or 8"),

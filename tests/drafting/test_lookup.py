@@ -70,6 +70,24 @@ def test_a_longer_match_wins_over_a_more_recent_shorter_one():
     assert lookup.match_length == 3
 
 
+def test_the_source_tells_how_long_the_match_is_even_beyond_what_is_looked_for():
+    lookup = PromptLookup(2, 3)
+    assert lookup.source == ("lookup", 0)
+    for length in (2, 3, 4, 11, 64, 65, 80):
+        phrase = list(range(10, 10 + length))
+        lookup.reset()
+        assert lookup.propose([1, *phrase, 2, *phrase], 1) == [2]
+        assert lookup.source == ("lookup", min(length, 64))
+    assert lookup.propose([1, 2, 3], 0) == []
+    assert lookup.source == ("lookup", 0)
+
+
+def test_a_match_that_overlaps_what_it_continues_is_as_long_as_the_text_before_it():
+    lookup = PromptLookup(1, 2)
+    assert lookup.propose([7] * 9, 3) == [7, 7, 7]
+    assert lookup.source == ("lookup", 8)
+
+
 def test_every_token_is_indexed_once():
     reads = 0
 

@@ -34,12 +34,14 @@ if TYPE_CHECKING:
         MlxspecError,
         ModelNotFound,
         NonFiniteLogits,
+        PromptCacheError,
         RewindRefused,
         UnsupportedModel,
         VocabularyMismatch,
     )
     from mlxspec.generation import GenerationResponse, generate, generate_step, stream_generate
     from mlxspec.models import load
+    from mlxspec.prompt_cache import load_prompt_cache, save_prompt_cache
     from mlxspec.scan import LogitRowScan, RowScan
 
 __all__ = [
@@ -63,6 +65,7 @@ __all__ = [
     "MlxspecError",
     "ModelNotFound",
     "NonFiniteLogits",
+    "PromptCacheError",
     "PromptLookup",
     "RewindRefused",
     "RowScan",
@@ -83,6 +86,8 @@ __all__ = [
     "generate",
     "generate_step",
     "load",
+    "load_prompt_cache",
+    "save_prompt_cache",
     "stream_generate",
 ]
 
@@ -98,6 +103,7 @@ _HOMES = (
     "constraints.grammar",
     "generation",
     "conversation",
+    "prompt_cache",
 )
 
 

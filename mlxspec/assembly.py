@@ -43,7 +43,7 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "prompt_cache": (
         None,
         "the state lives in an engine: pass one as engine=, which goes on from what it holds of "
-        "the prompt",
+        "the prompt; mlxspec.load_prompt_cache(file, engine) reads a file, mlx-lm's too",
     ),
     "max_kv_size": (None, "a cache that forgets its oldest keys could not be rewound"),
     "input_embeddings": (None, "an engine's history is made of token ids"),

@@ -31,6 +31,10 @@ class RewindRefused(MlxspecError, RuntimeError):
     """The state no longer holds what a rewind would need; the engine is as it was."""
 
 
+class PromptCacheError(MlxspecError, ValueError):
+    """A file is no prompt cache that this engine can go on from; the engine is as it was."""
+
+
 class NonFiniteLogits(MlxspecError, ArithmeticError):
     """A row of logits holds no number at all, so there is no next token to choose."""
 

@@ -14,8 +14,7 @@ from mlx_lm.generate import generate_step
 from mlxspec import SpeculativeDecoder, SpeculativeDecodingOptions, StaticShapeEngine
 from mlxspec.decoding import SpeculationStats
 from mlxspec.drafting import Drafter
-from mlxspec.engine.support import model_from_config
-from tests.families.tiny import set_random_weights, tiny_configs
+from tests.families.tiny import same_model, set_random_weights, tiny_configs
 
 Plan = Sequence[tuple[str, int]]
 
@@ -36,7 +35,7 @@ def varied_model(name: str, **changes: Any) -> nn.Module:
         config = config | {"text_config": config["text_config"] | changes}
     else:
         config = config | changes
-    model = model_from_config(config)
+    model = same_model(config)
     set_random_weights(model, seed=0)
     mx.eval(model.parameters())
     return model.eval()

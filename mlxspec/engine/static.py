@@ -24,7 +24,8 @@ from mlxspec.engine.protocol import Capture, ProgressCallback, VerifyRows
 from mlxspec.engine.rollout import GoOn, Rollout, RolloutStep
 from mlxspec.engine.sequence import OneSequence
 from mlxspec.engine.spans import SpanRule, TileLimits
-from mlxspec.engine.state import KVQuantization, ModelState, StateLayout
+from mlxspec.engine.state import KVQuantization, ModelState, StateImage, StateLayout
+from mlxspec.engine.state.image import image_of, put_image, why_not
 from mlxspec.engine.support import (
     context_limit,
     default_context_length,
@@ -125,6 +126,7 @@ class StaticShapeEngine(OneSequence):
         self._widths = ladder
         self._step_widths = prefill_widths
         self._recurrent = layout.is_recurrent
+        self.kv_quantization = quantization
         # Widths are compared on whole keys, whose tiles nothing cuts short.
         self._decode_in(ladder, placement, quantized_from=None)
         self._weights = after
@@ -198,6 +200,11 @@ class StaticShapeEngine(OneSequence):
         """Whether MLX compiles the tiles; None until a tile has been called twice."""
         known = [tiles.compiled for tiles in self._tiles.values()]
         return False if False in known else next((c for c in known if c is not None), None)
+
+    @property
+    def quantized_from(self) -> int | None:
+        """Position from which on keys and values are seen quantised; None is nowhere."""
+        return self._limits.quantized_from
 
     @property
     def capacity(self) -> int:
@@ -436,6 +443,70 @@ class StaticShapeEngine(OneSequence):
             else:
                 self._mend()
 
+    def image(self) -> StateImage:
+        """What the engine holds, without padding and rejected rows: see `restore`.
+
+        Raises:
+            EngineBusy: Another thread is inside the engine.
+        """
+        with self._exclusive.call("image"):
+            self._mend()
+            start = self._bring_state_to_cursor()
+            kept = max(0, max(self._state.reached, self._cursor) - self.verify_tile_width)
+            return image_of(self._state, list(self._history), min(kept, start))
+
+    def restore(self, image: StateImage) -> None:
+        """Hold what another engine of this model held, and nothing else.
+
+        Raises:
+            ValueError: The image is not of this model, or this engine cannot go on from there:
+                its context, the widths of its tiles, its quantisation. It is as it was.
+            EngineBusy: Another thread is inside the engine.
+        """
+        with self._exclusive.call("restore"):
+            self._mend()
+            tokens = token_ids(image.tokens, self._vocab_size, "the image's tokens")
+            count = len(tokens)
+            if count >= self._context_length:
+                raise ValueError(
+                    f"it holds {count} tokens, too many for a context of {self._context_length}; "
+                    "raise max_context_length"
+                )
+            forms = self._state.forms
+            if reason := why_not(image, forms[1 if image.is_quantized else 0]):
+                raise ValueError(reason)
+            capacity = max(self._state.capacity, self._capacity_for(max(1, count)))
+            state = ModelState(*forms, capacity)
+            if count:
+                put_image(state, image)
+            if reason := self._why_not_on(state, count):
+                raise ValueError(reason)
+            for tiles in self._tiles.values():
+                tiles.forget_other_capacities(capacity)
+            # As one, should Ctrl-C arrive here.
+            self._state, self._history, self._cursor = state, tokens, count
+
+    def _why_not_on(self, state: ModelState, count: int) -> str | None:
+        """Why no tile of this engine goes on from such a state of `count` tokens, if none does."""
+        start = self._place.start(count, state.position)
+        if not self._place.reaches(count, state.position):
+            return (
+                f"its recurrent state covers {state.position} of its {count} tokens, from where "
+                f"no tile of this engine's widths {self._widths} goes on; use the widths it was "
+                "made with"
+            )
+        if not state.rings_allow(start):
+            return (
+                f"its sliding windows lack keys that a tile of this engine's widths "
+                f"{self._widths} would see; use the widths it was made with"
+            )
+        if state.is_quantized and not self._quantized_at(count):
+            return (
+                f"its keys and values are quantised after {count} tokens, and this engine's are "
+                f"from position {self._limits.quantized_from} on"
+            )
+        return None
+
     def _mend(self) -> None:
         """End what a call left half done because Ctrl-C came inside: the cursor says what stays."""
         if self._cursor == 0 and not self._state.is_empty:
@@ -522,16 +593,11 @@ class StaticShapeEngine(OneSequence):
     def _prefill_tiles(self) -> Iterator[int]:
         """Process the history from the cursor on in full tiles; yields where each has come to.
 
-        First the state is brought to the cursor in decode tiles, as far as the narrowest allows,
-        as plain decoding would have left it: where prefill tiles begin, and so how their sums
+        First the state is brought to the cursor: where prefill tiles begin, and so how their sums
         are rounded, must not tell how much was drafted before. Then come mlx-lm's own chunks:
         each sees keys quantised or not as its first position says.
         """
-        position, end = self._tile_start(self._cursor), len(self._history)
-        for width in reversed(self._widths):
-            while self._cursor - position >= width:
-                outputs = self._decode_tile(position, position + width, Capture()).outputs
-                position = self._finish_prefill_tile(outputs, position + width)
+        position, end = self._bring_state_to_cursor(), len(self._history)
         for chunk in range(position, end, self._prefill_widths[0]):
             if self._quantized_at(chunk):
                 self._state.quantize()
@@ -542,6 +608,18 @@ class StaticShapeEngine(OneSequence):
                     outputs = self._forward(position, width, width, span, capture=None)
                     position = self._finish_prefill_tile(outputs, position + width)
                     yield position
+
+    def _bring_state_to_cursor(self) -> int:
+        """Leave the state where plain decoding would have left it; returns the next tile's start.
+
+        That is the cursor, as near as the narrowest decode tile allows.
+        """
+        position = self._tile_start(self._cursor)
+        for width in reversed(self._widths):
+            while self._cursor - position >= width:
+                outputs = self._decode_tile(position, position + width, Capture()).outputs
+                position = self._finish_prefill_tile(outputs, position + width)
+        return position
 
     def _finish_prefill_tile(self, outputs: list[mx.array], position: int) -> int:
         """Compute what is under way. Nobody goes back inside a prefill: one state is kept."""

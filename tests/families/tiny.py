@@ -34,7 +34,7 @@ def tiny_model(name: str, seed: int = 0, dtype: mx.Dtype = mx.float32) -> nn.Mod
         seed: Other seeds give other weights.
         dtype: Of the weights, but for those that the model itself keeps in float32.
     """
-    model = model_from_config(tiny_configs()[name])
+    model = same_model(tiny_configs()[name])
     set_random_weights(model, seed)
     keep = getattr(model, "cast_predicate", lambda path: True)
     cast = [
@@ -45,6 +45,14 @@ def tiny_model(name: str, seed: int = 0, dtype: mx.Dtype = mx.float32) -> nn.Mod
     model.load_weights(cast, strict=False)
     mx.eval(model.parameters())
     return model.eval()
+
+
+def same_model(config: dict[str, Any]) -> nn.Module:
+    """The model of a config; some draw a part of their weights, here the same in every run."""
+    mx.random.seed(0)
+    model = model_from_config(config)
+    mx.eval(model.parameters())
+    return model
 
 
 def set_random_weights(model: nn.Module, seed: int) -> None:

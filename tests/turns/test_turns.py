@@ -214,7 +214,7 @@ def visible_state(engine):
     """What the tokens to come can see of keys, values and recurrent states."""
     state, cursor = engine._state, engine.processed_token_count
     arrays = list(state.checkpoints[-1].arrays)
-    layers = state.layout._layer_of_each_array
+    layers = state.layout.layer_of_each_array
     for layer, array in zip(layers, state.slots, strict=True):
         rule = getattr(layer, "rule", None)
         if rule is None:

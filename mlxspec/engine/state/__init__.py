@@ -1,6 +1,7 @@
 """State of fixed shape under unmodified mlx-lm models: slots, rings, recurrent states."""
 
 from mlxspec.engine.state.frame import TileFrame
+from mlxspec.engine.state.image import StateImage
 from mlxspec.engine.state.layout import StateLayout, foreign_kinds, layer_kind
 from mlxspec.engine.state.model_state import ModelState
 from mlxspec.engine.state.quantized import KVQuantization
@@ -10,6 +11,7 @@ __all__ = [
     "KVQuantization",
     "ModelState",
     "RingRule",
+    "StateImage",
     "StateLayout",
     "TileFrame",
     "foreign_kinds",

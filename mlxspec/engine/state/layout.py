@@ -14,7 +14,7 @@ from mlxspec.engine.state.full import FullAttentionLayer
 from mlxspec.engine.state.quantized import KVQuantization, QuantizedAttentionLayer
 from mlxspec.engine.state.recurrent import RecurrentLayer
 from mlxspec.engine.state.ring import RingLayer, RingRule
-from mlxspec.engine.state.slots import SlotLayer
+from mlxspec.engine.state.slots import SlotLayer, SlotShape
 
 Layer = (
     FullAttentionLayer | QuantizedAttentionLayer | RingLayer | RecurrentLayer | tuple["Layer", ...]
@@ -122,13 +122,13 @@ class StateLayout:
 
         One array is copied at a time, so the peak is one array more, not one state more.
         """
-        for index, layer in enumerate(self._layer_of_each_array):
+        for index, layer in enumerate(self.layer_of_each_array):
             slots[index] = layer.grow(slots[index], capacity)
             mx.eval(slots[index])
 
     def clear(self, slots: list[mx.array], begin: int, end: int) -> None:
         """Zero the slots of positions begin..end-1, in place in the list."""
-        for index, layer in enumerate(self._layer_of_each_array):
+        for index, layer in enumerate(self.layer_of_each_array):
             slots[index] = layer.clear(slots[index], begin, end)
         mx.eval(slots)
 
@@ -148,7 +148,7 @@ class StateLayout:
         """Those of the slots that belong to rings, by their index."""
         return {
             index: slots[index]
-            for index, layer in enumerate(self._layer_of_each_array)
+            for index, layer in enumerate(self.layer_of_each_array)
             if isinstance(layer, RingLayer)
         }
 
@@ -179,8 +179,22 @@ class StateLayout:
         return [leaf for leaf in _leaves(self.layers) if not isinstance(leaf, RecurrentLayer)]
 
     @property
-    def _layer_of_each_array(self) -> list[SlotLayer]:
+    def layer_of_each_array(self) -> list[SlotLayer]:
+        """The layer that each array of slots belongs to."""
         return [layer for layer in self._slot_layers for _ in layer.shapes]
+
+    @property
+    def shape_of_each_array(self) -> list[SlotShape]:
+        """Heads, size and dtype of each array of slots."""
+        return [shape for layer in self._slot_layers for shape in layer.shapes]
+
+    @property
+    def recurrent_shapes(self) -> list[tuple[tuple[int, ...], mx.Dtype]]:
+        """Shape and dtype of each array of the recurrent states."""
+        leaves = _leaves(self.layers)
+        return [
+            shape for leaf in leaves if isinstance(leaf, RecurrentLayer) for shape in leaf.shapes
+        ]
 
 
 def _leaves(items: Sequence[Any]) -> Iterator[Any]:

@@ -69,6 +69,11 @@ class ModelState:
         self.is_empty = True
 
     @property
+    def forms(self) -> tuple[StateLayout, StateLayout, StateLayout]:
+        """The layout whole, quantised, and at 0: what a state like this one is made of."""
+        return self._unquantized, self._quantized, self._first
+
+    @property
     def position(self) -> int:
         """How many tokens the newest recurrent checkpoint covers."""
         return self.checkpoints[-1].position

@@ -74,6 +74,23 @@ class RingLayer(SlotLayer):
         """
         return super().grow(array, min(capacity, self.rule.depth))
 
+    def first_seen(self, start: int) -> int:
+        """The first position of a window that ends at `start`."""
+        return max(0, start - self.rule.window + 1)
+
+    def taken(self, array: mx.array, begin: int, end: int) -> mx.array:
+        """The slots of positions begin..end-1, in their order; no more than the ring is deep."""
+        slots = _slots(mx.arange(begin, end, dtype=mx.int32), self.rule.depth)
+        return mx.take_along_axis(array, slots, axis=2)
+
+    def laid(self, array: mx.array, begin: int, capacity: int) -> mx.array:
+        """A ring that holds these slots of the positions from `begin` on."""
+        positions = mx.arange(begin, begin + array.shape[2], dtype=mx.int32)
+        ring = mx.zeros(
+            (*array.shape[:2], min(capacity, self.rule.depth), array.shape[3]), array.dtype
+        )
+        return mx.put_along_axis(ring, _slots(positions, self.rule.depth), array, axis=2)
+
     def clear(self, array: mx.array, begin: int, end: int) -> mx.array:
         """The array with the slots of positions begin..end-1 zeroed; at most the whole ring."""
         slots = _slots(mx.arange(begin, end, dtype=mx.int32), self.rule.depth)

@@ -44,6 +44,18 @@ class SlotLayer:
         more = capacity - array.shape[2]
         return mx.pad(array, [(0, 0), (0, 0), (0, more), (0, 0)]) if more > 0 else array
 
+    def first_seen(self, start: int) -> int:
+        """The first position that a tile from `start` sees."""
+        return 0
+
+    def taken(self, array: mx.array, begin: int, end: int) -> mx.array:
+        """The slots of positions begin..end-1, in their order."""
+        return array[:, :, begin:end]
+
+    def laid(self, array: mx.array, begin: int, capacity: int) -> mx.array:
+        """An array with room for `capacity` tokens that holds these slots from `begin` on."""
+        return self.grow(array, capacity)
+
     def clear(self, array: mx.array, begin: int, end: int) -> mx.array:
         """The array with the slots of positions begin..end-1 zeroed."""
         zeros = mx.zeros((*array.shape[:2], end - begin, array.shape[3]), array.dtype)

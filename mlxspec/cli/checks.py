@@ -14,7 +14,6 @@ from mlxspec.cli.output import DraftStyle
 _NOT_THERE = {
     "max_kv_size": "a state that forgets its oldest keys cannot be rewound; leave it out, or "
     "bound the memory with --max-context-length",
-    "prompt_cache_file": "saved prompt caches are not read yet; give the whole text as --prompt",
     "image": "images are not read yet; leave them out",
 }
 # Options that mean something only with at least one of others.
@@ -37,6 +36,7 @@ _REFUSED_BY_ENGINE = {
         "tile_widths": "the dynamic engine has no tiles",
         "no_exact": "the dynamic engine has no tiles",
         "kv_bits": "the dynamic engine keeps keys and values whole",
+        "prompt_cache_file": "the dynamic engine's state is not written to files",
     },
     "static": {
         "quantize_activations": "the static engine is not known to be exact with it",
@@ -104,6 +104,11 @@ _WITHOUT_EFFECT = (
     ),
     _WithoutEffect(
         "without --kv-bits", ("kv_group_size", "quantized_kv_start"), _is_off("kv_bits")
+    ),
+    _WithoutEffect(
+        "with --prompt-cache-file, which holds all that comes before the prompt",
+        ("system_prompt",),
+        lambda args: bool(args.prompt_cache_file) and not args.ignore_chat_template,
     ),
     _WithoutEffect(
         "with --ignore-chat-template", TEMPLATE_OPTIONS, lambda args: args.ignore_chat_template

@@ -6,10 +6,11 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mlxspec.cli import options
 from mlxspec.cli.arguments import decoding_arguments, engine_arguments
+from mlxspec.cli.cached_prompt import CachedPrompt
 from mlxspec.cli.checks import (
     TEMPLATE_OPTIONS,
     idle,
@@ -28,7 +29,7 @@ from mlxspec.cli.output import (
     print_any_character,
     print_text,
 )
-from mlxspec.cli.prompts import prompt_ids, prompt_text, refuse_length
+from mlxspec.cli.prompts import prompt_ids, prompt_text, refuse_length, suffix_ids
 
 if TYPE_CHECKING:
     from mlxspec.constraints.grammar import Grammar
@@ -76,14 +77,18 @@ def _run(argv: Sequence[str] | None) -> int:
         warn(_NAME, f"--json-schema {args.json_schema.path}: {note}")
     text = prompt_text(args.prompt)
     style = draft_style(sys.stdout, os.environ) if args.show_drafts else None
+    cached = CachedPrompt.of(parser, args)
     warn_of_idle(_NAME, without_effect(parser, args) + invisible_drafts(args, style))
-    loaded = load_for(args, args.draft_model)
-    ids = prompt_ids(loaded.tokenizer, text, args)
-    refuse_length(ids, loaded.context_length)
+    loaded = load_for(args, args.draft_model, cached.refuse_structure if cached else None)
+    if cached is None:
+        ids = prompt_ids(loaded.tokenizer, text, args)
+    else:
+        ids = suffix_ids(loaded.tokenizer, text, args)
+    refuse_length(ids, loaded.context_length, before=cached.token_count if cached else 0)
     if not loaded.tokenizer.has_chat_template and not args.ignore_chat_template:
         named = idle(parser, args, TEMPLATE_OPTIONS, "the model has no chat template")
         warn_of_idle(_NAME, [named])
-    return _generate(loaded, ids, args, style, grammar)
+    return _generate(loaded, ids, args, style, grammar, cached)
 
 
 def _generate(
@@ -92,6 +97,7 @@ def _generate(
     args: Namespace,
     style: DraftStyle | None,
     grammar: Grammar | None,
+    cached: CachedPrompt | None,
 ) -> int:
     import mlx.core as mx
 
@@ -101,14 +107,17 @@ def _generate(
     # Reading the weights is no part of the prompt's time.
     mx.eval(loaded.model.parameters())
     try:
+        running: dict[str, Any] = {"engine": args.engine, **engine_arguments(args, loaded)}
+        if cached is not None:
+            running = {"engine": cached.engine(args, loaded)}
+            ids = [*running["engine"].tokens, *ids]
         responses = stream_generate(
             loaded.model,
             loaded.tokenizer,
             ids,
             max_tokens=args.max_tokens,
-            engine=args.engine,
             prompt_progress_callback=prefill_progress(sys.stderr),
-            **engine_arguments(args, loaded),
+            **running,
             **decoding_arguments(args, loaded),
             **constraint_arguments(grammar, loaded),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,12 +27,15 @@ class Loaded(NamedTuple):
     draft_model: Any = None
 
 
-def load_for(args: Namespace, draft_name: str | None = None) -> Loaded:
+def load_for(
+    args: Namespace, draft_name: str | None = None, check: Callable[[Any], None] | None = None
+) -> Loaded:
     """Find the models, refuse them if their configs tell that they cannot run, and load them.
 
     Args:
         args: The options.
         draft_name: The model that is to draft in a static engine, if there is one.
+        check: Called with the model's structure, which has no weights yet; raises to refuse it.
 
     Raises:
         MlxspecError: No such model, one that the engine cannot take, options that the model does
@@ -42,7 +45,7 @@ def load_for(args: Namespace, draft_name: str | None = None) -> Loaded:
     from mlxspec.models import resolve
     from mlxspec.models.vocabulary import require_same_tokens
 
-    path = resolve(args.model, check=lambda config: _refuse_model(config, args))
+    path = resolve(args.model, check=lambda config: _refuse_model(config, args, check))
     draft_path = resolve(draft_name, check=_refuse_draft) if draft_name else None
     model, tokenizer = _loaded(
         path,
@@ -92,7 +95,9 @@ def _refuse_draft(config: Mapping[str, Any]) -> None:
         ) from problem
 
 
-def _refuse_model(config: Mapping[str, Any], args: Namespace) -> None:
+def _refuse_model(
+    config: Mapping[str, Any], args: Namespace, check: Callable[[Any], None] | None
+) -> None:
     """Refuse by its config a model that the engine or an option cannot take."""
     from mlxspec.engine.support import context_limit, require_static
 
@@ -121,6 +126,8 @@ def _refuse_model(config: Mapping[str, Any], args: Namespace) -> None:
         )
     if args.kv_bits:
         _refuse_quantized_keys(structure, args)
+    if check is not None:
+        check(structure)
 
 
 def _structure(config: Mapping[str, Any]) -> Any:

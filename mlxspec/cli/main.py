@@ -28,6 +28,9 @@ class Command:
 COMMANDS = {
     "generate": Command("mlxspec.cli.generate", "answer a prompt, with or without speculation"),
     "chat": Command("mlxspec.cli.chat", "talk with a model, with or without speculation"),
+    "cache-prompt": Command(
+        "mlxspec.cli.cache_prompt", "process a prompt ahead, for many questions that begin so"
+    ),
     "verify": Command(
         "mlxspec.cli.verify", "show on this machine that speculation changes nothing"
     ),

@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 from mlxspec.cli.exits import UsageError
 from mlxspec.cli.values import (
     adapter_folder,
+    existing_file,
+    file_to_write,
     json_object,
     logit_biases,
     one_of,
@@ -130,8 +132,34 @@ def add_prompt_options(parser: ArgumentParser) -> None:
         "--image", nargs="+", default=(), metavar="FILE", help="images; not read yet"
     )
     group.add_argument(
-        "--prompt-cache-file", metavar="FILE", help="a saved prompt cache; not read yet"
+        "--prompt-cache-file",
+        type=existing_file,
+        metavar="FILE",
+        help="what `mlxspec cache-prompt` saved: its text comes before the prompt, and is not "
+        "processed again; its model and quantization are used where others are not named",
     )
+
+
+def add_cached_prompt_options(parser: ArgumentParser) -> None:
+    """What is processed ahead, and where it is kept."""
+    group = parser.add_argument_group("prompt cache")
+    group.add_argument(
+        "--prompt",
+        "-p",
+        type=plain_text,
+        required=True,
+        help="message to process; what --prompt of `mlxspec generate` asks goes on from it. '-' "
+        "reads stdin",
+    )
+    group.add_argument(
+        "--prompt-cache-file",
+        dest="saved_to",
+        type=file_to_write,
+        required=True,
+        metavar="FILE",
+        help="where to save; a file there is replaced when the new one is complete",
+    )
+    _add_template_options(group, ignoring="process the prompt as it is")
 
 
 def add_chat_options(parser: ArgumentParser) -> None:

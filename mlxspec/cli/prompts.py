@@ -9,6 +9,8 @@ from typing import Any
 from mlxspec.cli.exits import UsageError
 from mlxspec.cli.values import unescaped
 
+_STAND_IN = "<query>"
+
 
 def prompt_text(prompt: str) -> str:
     r"""The text that `--prompt` stands for: stdin for "-", else itself with \n and \t replaced.
@@ -42,17 +44,54 @@ def prompt_ids(tokenizer: Any, text: str, args: Namespace) -> list[int]:
     return tokenizer.encode(chat, add_special_tokens=False)
 
 
-def refuse_length(ids: list[int], context_length: int) -> None:
+def suffix_ids(tokenizer: Any, text: str, args: Namespace) -> list[int]:
+    """Token ids of a prompt that goes on from a cached one: what the template puts after it too.
+
+    Raises:
+        UsageError: The chat template does not take the messages, or hides the prompt.
+    """
+    if args.ignore_chat_template or not tokenizer.has_chat_template:
+        return tokenizer.encode(text, add_special_tokens=False)
+    # mlx-lm's way: where another text in its place begins, the prompt begins.
+    begin = _chat(tokenizer, _messages(_STAND_IN, args), args).find(_STAND_IN)
+    if begin < 0:
+        raise UsageError(
+            "the model's chat template does not show the prompt as it is, so nothing can go on "
+            "from a cached one; give --ignore-chat-template"
+        )
+    chat = _chat(tokenizer, _messages(text, args), args)
+    return tokenizer.encode(chat[begin:], add_special_tokens=False)
+
+
+def beginning_ids(tokenizer: Any, text: str, args: Namespace) -> list[int]:
+    """Token ids of a prompt that another will go on from: a message that is not ended.
+
+    Raises:
+        UsageError: The chat template does not take the messages.
+    """
+    if args.ignore_chat_template or not tokenizer.has_chat_template:
+        return tokenizer.encode(text, add_special_tokens=True)
+    chat = _chat(tokenizer, _messages(text, args), args, unended=True)
+    return tokenizer.encode(chat, add_special_tokens=False)
+
+
+def refuse_length(ids: list[int], context_length: int, *, before: int = 0) -> None:
     """Refuse a prompt without tokens, or one that leaves no room for an answer.
+
+    Args:
+        ids: Its tokens.
+        context_length: Most tokens of prompt and answer.
+        before: Tokens that stand before it.
 
     Raises:
         UsageError: Says how long the prompt is and how long it may be.
     """
     if not ids:
         raise UsageError("--prompt: expected at least one token, got an empty prompt")
-    if len(ids) >= context_length:
+    if before + len(ids) >= context_length:
+        cached = f" after the {before} cached" if before else ""
         raise UsageError(
-            f"--prompt: {len(ids)} tokens leave no room for an answer in a context of "
+            f"--prompt: {len(ids)} tokens{cached} leave no room for an answer in a context of "
             f"{context_length}; shorten the prompt, or raise --max-context-length"
         )
 
@@ -66,10 +105,12 @@ def _messages(text: str, args: Namespace) -> list[dict[str, str]]:
     return [{"role": role, "content": text} for role, text in contents if text is not None]
 
 
-def _chat(tokenizer: Any, messages: list[dict[str, str]], args: Namespace) -> str:
+def _chat(
+    tokenizer: Any, messages: list[dict[str, str]], args: Namespace, *, unended: bool = False
+) -> str:
     from jinja2 import TemplateError
 
-    prefilled = args.prefill_response is not None
+    prefilled = unended or args.prefill_response is not None
     try:
         return tokenizer.apply_chat_template(
             messages,

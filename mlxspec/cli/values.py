@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from argparse import ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
@@ -178,6 +179,27 @@ def text_file(path: str) -> TextFile:
         raise ArgumentTypeError(
             f"expected a file that can be read, got {path!r}: {reason}"
         ) from None
+
+
+def existing_file(text: str) -> str:
+    """A file that is there."""
+    if not Path(text).is_file():
+        found = "a folder" if Path(text).is_dir() else "nothing of that name"
+        raise ArgumentTypeError(f"expected a file, got {text!r}: there is {found}")
+    return text
+
+
+def file_to_write(text: str) -> str:
+    """A name for a file in a folder that can be written to."""
+    path = Path(text)
+    if path.is_dir():
+        raise ArgumentTypeError(f"expected a file, got {text!r}: there is a folder")
+    if not os.access(path.parent, os.W_OK):
+        there = "cannot be written to" if path.parent.is_dir() else "is not there"
+        raise ArgumentTypeError(
+            f"expected a file in a folder of yours, got {text!r}: {path.parent} {there}"
+        )
+    return text
 
 
 def _finite(number: object) -> float:

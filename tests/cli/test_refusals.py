@@ -109,11 +109,6 @@ NOT_THERE = [
         "or bound the memory with --max-context-length",
     ),
     (
-        ["--prompt-cache-file", "cache.safetensors"],
-        "--prompt-cache-file cache.safetensors: saved prompt caches are not read yet; give the "
-        "whole text as --prompt",
-    ),
-    (
         ["--image", "a.png", "b.png"],
         "--image a.png b.png: images are not read yet; leave them out",
     ),

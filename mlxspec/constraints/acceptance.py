@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import mlx.core as mx
+import numpy as np
 
 from mlxspec.constraints.lookahead import Lookahead
 from mlxspec.decoding.acceptance import (
@@ -109,7 +110,7 @@ class ConstrainedChoice:
 
     def _emit(self, choice: Choice, position: int) -> None:
         allowed = self._lookahead.allowed()
-        count = int(allowed.sum())
+        count = np.count_nonzero(allowed)
         if not count:
             raise GrammarError(
                 f"at position {position} no token of the vocabulary continues the text as the "

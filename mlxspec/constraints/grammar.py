@@ -169,7 +169,7 @@ class GrammarMatcher:
         self._refuse_error()
         row = np.unpackbits(bits, count=self._size, bitorder="little").view(bool)
         if self._matcher.is_accepting():
-            row[self._ends] = True
+            # With the end tokens, which llguidance knows.
             return row
         if np.count_nonzero(row) == 1:
             row = self._spelled_out(row)

@@ -21,6 +21,7 @@ from mlxspec import (
     SpeculationStats,
     StaticShapeEngine,
 )
+from mlxspec.assembly import make_decoder
 from tests.cases import exact, varied_model
 from tests.constraints.schemas import schemas
 from tests.constraints.vocabularies import PADDED_SIZE, VOCABULARIES
@@ -280,6 +281,18 @@ def test_a_text_that_was_left_at_any_row_leaves_nothing_for_the_next(stop):
     refuse_json(tokenizer.decode(whole[:-1]), PERSON)
 
 
+@pytest.mark.parametrize("stop", [0, 3, 11])
+def test_one_decoder_begins_its_grammar_anew_for_every_text(stop):
+    constraint = Grammar.from_json_schema(PERSON).bind(VOCABULARIES["byte-level"]())
+    decoder = make_decoder(model(), constraint=constraint, prompt_lookup=True)
+    ends = constraint.end_tokens
+    whole = [emission.token for emission in decoder.generate(PROMPT, stop_tokens=ends)]
+    left = decoder.generate(PROMPT, stop_tokens=ends)
+    assert [next(left).token for _ in range(stop + 1)] == whole[: stop + 1]
+    left.close()
+    assert [emission.token for emission in decoder.generate(PROMPT, stop_tokens=ends)] == whole
+
+
 def test_after_an_exception_the_same_constraint_begins_anew():
     class Fails(PromptLookup):
         def propose(self, history, budget):
@@ -357,3 +370,32 @@ def test_an_engine_in_use_refuses_a_second_constrained_text():
     with pytest.raises(EngineBusy):
         mlxspec.generate_step(PROMPT, model(), engine=engine, constraint=constraint)
     first.close()
+
+
+@pytest.mark.parametrize(
+    "family", ["gemma2", "gemma3_text", "gemma4_text", "lfm2", "qwen3_next", "mamba2"]
+)
+@pytest.mark.parametrize("choosing", [GREEDY, SAMPLED])
+def test_windows_recurrent_layers_and_shared_keys_obey_a_grammar_too(family, choosing):
+    """Rejected drafts are taken back in all of them, while the grammar goes on from what stays."""
+    tokenizer = VOCABULARIES["byte-level"]()
+    network = varied_model(family, vocab_size=PADDED_SIZE)
+
+    def run(**options):
+        stats = SpeculationStats()
+        responses = list(
+            mlxspec.stream_generate(
+                network, tokenizer, PROMPT, json_schema=PERSON, stats=stats, **choosing, **options
+            )
+        )
+        return responses, stats
+
+    plain, _ = run(num_draft_tokens=0)
+    refuse_json(text_of(plain), PERSON)
+    plan = [("right then wrong", 6), ("right", 3), ("wrong", 4), ("right", 9)]
+    for drafter in (None, PlannedDrafter(PROMPT + ids(plain), plan, PADDED_SIZE)):
+        drafted, stats = run(drafter=drafter)
+        assert ids(drafted) == ids(plain)
+        assert stats.accepted > 0
+        for ours, theirs in zip(drafted, plain, strict=True):
+            assert (exact(ours.logprobs) == exact(theirs.logprobs)).all()

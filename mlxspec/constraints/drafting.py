@@ -31,6 +31,8 @@ class ConstrainedDrafter:
         self._guessed = False
         # What the other drafter was shown beyond the history, and where it began.
         self._shown: tuple[int, list[int]] = (0, [])
+        # The longest text that its last proposal can have been accepted into, if there is one.
+        self._longest: int | None = None
 
     @property
     def source(self) -> tuple[str, int]:
@@ -68,17 +70,20 @@ class ConstrainedDrafter:
             allowed = guess[: self._lookahead.go_along(guess)]
             self._guessed = bool(allowed)
             draft += allowed
+            self._longest = len(history) + len(draft) + 1
         return draft + self._lookahead.go_where_forced(budget - len(draft))
 
     def commit(self, length: int) -> None:
-        """See `Drafter.commit`."""
+        """See `Drafter.commit`: what was forced after the other drafter's guess is not its own."""
         if self._drafter is not None:
-            self._drafter.commit(length)
+            longest, self._longest = self._longest, None
+            self._drafter.commit(length if longest is None else min(length, longest))
 
     def reset(self) -> None:
         """See `Drafter.reset`."""
         self._guessed = False
         self._shown = (0, [])
+        self._longest = None
         if self._drafter is not None:
             self._drafter.reset()
 

@@ -89,6 +89,18 @@ def test_a_drafter_that_was_shown_forced_tokens_which_never_came_begins_anew():
     assert "reset" not in inner.asked
 
 
+def test_a_drafter_is_not_told_that_forced_tokens_were_its_own():
+    """Of what was committed past its history, all but the newest is what it proposed."""
+    drafter, inner, _ = made("xy[ab]{3}zz[0-9]", ids("aba9"))
+    for length, told in [(3, 3), (5, 5), (8, 8), (9, 8), (11, 8)]:
+        assert drafter.propose([1, 2], 20) == ids("xyabazz")
+        inner.asked.clear()
+        drafter.commit(length)
+        assert inner.asked == [("commit", told)]
+    drafter.commit(40)
+    assert inner.asked[-1] == ("commit", 40), "a prompt is told of as it is"
+
+
 def test_looking_ahead_is_taken_back_before_the_next_proposal():
     drafter, _, lookahead = made("[xy]{9}", ids("xy"))
     assert drafter.propose([1], 5) == drafter.propose([1], 5) == ids("xy")

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 import mlxspec
 from mlxspec import (
+    Chain,
+    DraftModel,
     DynamicShapeEngine,
     EngineBusy,
     Grammar,
@@ -135,6 +137,22 @@ def test_log_probabilities_are_those_after_the_mask_and_equal_with_drafts(choosi
         assert ((row > -float("inf")).nonzero()[0] == allowed.nonzero()[0]).all()
         assert mx.logsumexp(ours.logprobs).item() == pytest.approx(0, abs=1e-5)
         matcher.consume(ours.token)
+
+
+@pytest.mark.parametrize("choosing", [GREEDY, SAMPLED, FILTERED])
+@pytest.mark.parametrize("chained", [False, True])
+def test_a_draft_model_is_cut_and_extended_as_any_drafter(choosing, chained):
+    """It knows nothing of the grammar, and the target's own text is what it would have said."""
+    plain, plain_stats = said("byte-level", json_schema=PERSON, num_draft_tokens=0, **choosing)
+    drafter = DraftModel(model())
+    if chained:
+        drafter = Chain(PromptLookup(min_ngram=2), drafter)
+    drafted, stats = said(
+        "byte-level", json_schema=PERSON, drafter=drafter, num_draft_tokens=6, **choosing
+    )
+    assert ids(drafted) == ids(plain)
+    assert stats.forwards < plain_stats.forwards
+    assert stats.draft_forwards > 0
 
 
 @given(vocabulary=st.sampled_from(sorted(VOCABULARIES)), plan=plans(), seed=st.integers(0, 99))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from functools import cache
 
 import jsonschema
 import pytest
@@ -52,13 +51,20 @@ EVENTS = {
 ADA = "Ada Lovelace, born in 1815, was a mathematician. Describe her as JSON."
 
 
-@cache
-def engine_of(model):
+@pytest.fixture(scope="module")
+def engine():
     """One for all: a question that it has read is not read again."""
-    return StaticShapeEngine(model, max_context_length=512, tile_widths=(1, 2, 4, 8))
+    made = []
+
+    def get(model):
+        if not made:
+            made.append(StaticShapeEngine(model, max_context_length=512, tile_widths=(1, 2, 4, 8)))
+        return made[0]
+
+    return get
 
 
-def said(demo, question, **options):
+def said(demo, engine, question, **options):
     model, tokenizer = demo("smollm2:bf16")
     stats = SpeculationStats()
     responses = list(
@@ -67,7 +73,7 @@ def said(demo, question, **options):
             tokenizer,
             prompt_ids(tokenizer, question),
             max_tokens=200,
-            engine=engine_of(model),
+            engine=engine(model),
             stats=stats,
             **options,
         )
@@ -75,10 +81,10 @@ def said(demo, question, **options):
     return responses, stats
 
 
-def compare(demo, question, **options):
+def compare(demo, engine, question, **options):
     """Plain, and drafted by the grammar and by lookup: one text; the counters of both."""
-    plain, plain_stats = said(demo, question, num_draft_tokens=0, **options)
-    drafted, stats = said(demo, question, drafter=PromptLookup(min_ngram=1), **options)
+    plain, plain_stats = said(demo, engine, question, num_draft_tokens=0, **options)
+    drafted, stats = said(demo, engine, question, drafter=PromptLookup(min_ngram=1), **options)
     assert [r.token for r in drafted] == [r.token for r in plain]
     assert plain[-1].finish_reason == "stop"
     assert stats.forced == plain_stats.forced
@@ -86,8 +92,8 @@ def compare(demo, question, **options):
     return "".join(r.text for r in plain), stats
 
 
-def test_a_short_answer_is_valid_json_and_its_forced_tokens_are_drafted(demo):
-    text, stats = compare(demo, ADA, json_schema=BORN)
+def test_a_short_answer_is_valid_json_and_its_forced_tokens_are_drafted(demo, engine):
+    text, stats = compare(demo, engine, ADA, json_schema=BORN)
     jsonschema.validate(json.loads(text), BORN)
     assert json.loads(text)["occupation"] == "mathematician"
     assert stats.forced >= 8
@@ -97,14 +103,14 @@ def test_a_short_answer_is_valid_json_and_its_forced_tokens_are_drafted(demo):
 @pytest.mark.deep
 @pytest.mark.parametrize("choosing", [{}, {"temp": 0.8, "seed": 5}])
 @pytest.mark.parametrize("schema", [PERSON, EVENTS], ids=["person", "events"])
-def test_long_answers_are_valid_json_whatever_is_drafted(demo, schema, choosing):
-    text, stats = compare(demo, ADA, json_schema=schema, **choosing)
+def test_long_answers_are_valid_json_whatever_is_drafted(demo, engine, schema, choosing):
+    text, stats = compare(demo, engine, ADA, json_schema=schema, **choosing)
     jsonschema.validate(json.loads(text), schema)
     assert stats.forced > 0
 
 
 @pytest.mark.deep
-def test_an_answer_is_what_a_regex_says(demo):
+def test_an_answer_is_what_a_regex_says(demo, engine):
     pattern = r"(yes|no), because [a-z ]{5,60}\."
-    text, _ = compare(demo, "Is Paris in France?", regex=pattern)
+    text, _ = compare(demo, engine, "Is Paris in France?", regex=pattern)
     assert re.fullmatch(pattern, text)

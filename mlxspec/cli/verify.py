@@ -57,6 +57,14 @@ def setup_arg_parser() -> options.Parser:
         help="tokens to generate (default: %(default)s)",
     )
     group.add_argument(
+        "--up-to",
+        type=whole_number(1),
+        metavar="N",
+        help="length of text up to which to look at every place where the engine changes what it "
+        "computes: ends of spans and windows, attention's kernels (default: the next span's end, "
+        "and windows that are not far)",
+    )
+    group.add_argument(
         "--tile-widths",
         type=widths,
         metavar="W,W,...",
@@ -102,6 +110,7 @@ def _verify_model(args: Namespace) -> int:
         loaded.model,
         ids,
         max_tokens=args.max_tokens,
+        up_to=args.up_to,
         report=_progress(),
         max_context_length=loaded.context_length,
         tile_widths=args.tile_widths,
@@ -112,20 +121,31 @@ def _verify_model(args: Namespace) -> int:
 
 
 def table(model: str, verdict: Verdict) -> str:
+    """The verdict for a person."""
     versions = ", ".join(f"{name} {number}" for name, number in verdict.versions.items())
-    lines = [f"{model} on {verdict.device} ({versions}), {verdict.tokens} tokens, greedy", ""]
+    lines = [f"{model} on {verdict.device} ({versions}), {verdict.tokens} tokens, greedy"]
     name_width = max(len(check.name) for check in verdict.checks)
-    for check in verdict.checks:
-        word = "equal" if check.equal else "DIFFERS" if check.promised else "differs"
-        lines.append(f"  {check.name:<{name_width}}  {word:<8} {check.detail}")
+    for place in verdict.places:
+        lines += ["", f"{place}:"]
+        for check in verdict.checks:
+            if check.place == place:
+                word = "FAULT" if check.failed else check.status
+                note = "" if check.in_use else " [not in use]"
+                lines.append(f"  {check.name:<{name_width}}  {word:<8}  {check.detail}{note}")
     classes = " | ".join(", ".join(map(str, group)) for group in verdict.classes)
     lines += ["", f"Tile widths whose rows are equal bit for bit: {classes}"]
+    lines.append(f"Decoded in: {', '.join(map(str, verdict.widths))}")
+    lines.append(f"Price of exactness: {verdict.price}")
+    if verdict.kernels is not None:
+        lines.append(f"Kernels: {verdict.kernels}")
+    if verdict.not_reached:
+        lines.append(f"Not looked at: {'; '.join(verdict.not_reached)}")
     if verdict.note:
         lines.append(f"Engine: {verdict.note}")
     if verdict.passed:
         lines.append("Speculation changes nothing here.")
     else:
-        lines.append("A promise does not hold here: please report the lines that say DIFFERS.")
+        lines.append("A promise does not hold here: please report the lines that say FAULT.")
     return "\n".join(lines)
 
 

@@ -165,6 +165,15 @@ class StaticShapeEngine(OneSequence):
         return self._widths
 
     @property
+    def windows(self) -> tuple[int, ...]:
+        """How many positions the sliding-window layers see, each number once; empty without."""
+        return tuple(sorted({rule.window for rule in self._state.layout.rings}))
+
+    def span_end(self, position: int) -> int:
+        """The first position after this one whose row attends to another number of slots."""
+        return self._spans.span(position)
+
+    @property
     def verify_tile_width(self) -> int:
         """Rows of the widest decode tile."""
         return self._widths[-1]

@@ -5,37 +5,74 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import mlx.core as mx
 import pytest
 
 import mlxspec.scan
 import mlxspec.verification
+import mlxspec.verification.run
 from mlxspec.cli.main import main
 
 
-def test_a_model_is_verified_and_the_verdict_printed(story_model, capsys):
-    assert main(["verify", "--model", str(story_model), "-m", "12", "-p", "Once upon a time"]) == 0
+@pytest.fixture(scope="module")
+def small(story_model):
+    """Options for a look that takes a second."""
+    return ["--model", str(story_model), "--tile-widths", "1,4", "--up-to", "1"]
+
+
+def test_a_model_is_verified_and_the_verdict_printed(small, capsys):
+    assert main(["verify", *small, "-m", "12", "-p", "Once upon a time"]) == 0
     out = capsys.readouterr().out
-    assert "drafted by prompt lookup" in out
-    assert "Speculation changes nothing here." in out
+    for said in (
+        "drafted by prompt lookup",
+        "bit for bit",
+        "Price of exactness: none",
+        "Decoded in: 1, 4",
+        "Not looked at: span of 256",
+        "Speculation changes nothing here.",
+    ):
+        assert said in out
+    assert ("Kernels:" in out) is mx.metal.is_available()
 
 
-def test_the_verdict_comes_as_json(story_model, capsys):
-    assert main(["verify", "--model", str(story_model), "-m", "6", "--json"]) == 0
+def test_the_verdict_comes_as_json(small, capsys):
+    assert main(["verify", *small, "-m", "6", "--json"]) == 0
     verdict = json.loads(capsys.readouterr().out)
     assert verdict["passed"] is True
     assert verdict["tokens"] <= 6
+    assert verdict["places"] == ["prompt"]
+    assert {check["status"] for check in verdict["checks"]} == {"equal"}
+    assert set(verdict["price"]) >= {"exact_ms", "free_ms", "mlx_lm_ms", "exactness"}
+    assert set(verdict["versions"]) == {"mlxspec", "mlx", "mlx-lm"}
 
 
-def test_a_broken_promise_is_exit_code_1(story_model, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("status", "in_use", "code"),
+    [("fault", True, 1), ("fault", False, 0), ("near tie", False, 0), ("near tie", True, 0)],
+)
+def test_exit_code_1_is_for_a_fault_in_what_is_in_use(
+    small, capsys, monkeypatch, status, in_use, code
+):
     verify_model = mlxspec.verification.verify_model
 
     def broken(*arguments, **options):
         verdict = verify_model(*arguments, **options)
-        return replace(verdict, checks=[replace(verdict.checks[0], equal=False), *verdict.checks])
+        wrong = replace(verdict.checks[0], status=status, in_use=in_use)
+        return replace(verdict, checks=[wrong, *verdict.checks[1:]])
 
     monkeypatch.setattr(mlxspec.verification, "verify_model", broken)
-    assert main(["verify", "--model", str(story_model), "-m", "4"]) == 1
-    assert "DIFFERS" in capsys.readouterr().out
+    assert main(["verify", *small, "-m", "4"]) == code
+    out = capsys.readouterr().out
+    assert ("FAULT" in out) is bool(code)
+    line = next(line for line in out.splitlines() if "scored in tiles of 4" in line)
+    assert (status.upper() if code else status) in line
+    assert line.endswith("[not in use]") is (not in_use)
+
+
+def test_wrong_kernels_are_a_fault_too(small, capsys, monkeypatch):
+    monkeypatch.setattr(mlxspec.verification.run, "_kernels", lambda: ("metal: 1 wrong", False))
+    assert main(["verify", *small, "-m", "4"]) == 1
+    assert "Kernels: metal: 1 wrong" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("failures", [(), ("f32 [1, 5]: argmax 3 instead of 2",)])

@@ -1,0 +1,6 @@
+"""Proof on the user's machine: the text is the same whatever is drafted, in whatever tiles."""
+
+from mlxspec.verification.run import verify_model
+from mlxspec.verification.verdict import Check, Difference, Price, Verdict
+
+__all__ = ["Check", "Difference", "Price", "Verdict", "verify_model"]

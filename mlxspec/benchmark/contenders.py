@@ -160,6 +160,8 @@ class Mlxspec:
         later = range(first - first % step + step, first + limit, step)
         for position in (*reversed(later), first):
             stats = SpeculationStats()
+            # As `run` begins: an engine that goes on from what it holds prefills in fewer tiles.
+            self.engine.reset(0)
             with closing(
                 mlxspec.generate_step(
                     tokens[: position + 1],

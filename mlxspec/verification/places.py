@@ -53,14 +53,16 @@ def places(
     """
     room = engine.max_context_length
     first = Place("prompt", prompt_length - 1, min(max_tokens, room - prompt_length))
-    # Two widest tiles go once round the part of a ring that is deeper than its window.
     around = 2 * engine.verify_tile_width + 2 * _MARGIN
+    # Longer than the part of a ring that is deeper than its window, which is three widest tiles:
+    # so far may a block go that is rejected whole.
+    past_window = 4 * engine.verify_tile_width + 2 * _MARGIN
     span_end = engine.span_end(prompt_length - 1)
     near = [_around(f"span of {span_end}", span_end, around)]
     near += [
-        Place(f"window of {window}", max(1, window - _MARGIN), around)
+        Place(f"window of {window}", max(1, window - _MARGIN), past_window)
         for window in engine.windows
-        if prompt_length < window + around
+        if prompt_length < window + past_window
     ]
     far = [_around(f"{keys} keys", keys, around) for keys in _KERNEL_CHANGES]
     found = [p for p in _merged([*near, *far]) if prompt_length <= p.end < room and p.start >= 1]

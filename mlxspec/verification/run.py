@@ -79,7 +79,11 @@ def verify_model(
     checks: list[Check] = []
     for place in seen:
         text = list(prompt) if place is seen[0] else _repeated(cycle, place.start + 1)
-        plain = first if place is seen[0] else generate(engine, text, place)
+        try:
+            plain = first if place is seen[0] else generate(engine, text, place)
+        except (MlxspecError, ValueError) as problem:
+            checks.append(_raised("plain decoding", engine, place, True, problem))
+            continue
         look = _Look(model, engine, text, place, plain, say)
         checks += look.at_everything(others, thorough=place is seen[0])
     say("widths")
@@ -174,7 +178,7 @@ class _Look:
                 drafted = {"num_draft_tokens": widest - 1}
                 checks.append(self._generated(f"drafted by {name}", self.plain, drafter, drafted))
             if name in _HARSHEST:
-                longer = {"num_draft_tokens": 3 * widest, "align_proposals": False}
+                longer = {"num_draft_tokens": self.place.length, "align_proposals": False}
                 title = f"drafted by {name}, over several tiles"
                 checks.append(self._generated(title, self.plain, drafter, longer))
         if thorough:
@@ -229,10 +233,7 @@ class _Look:
         try:
             difference = work()
         except (MlxspecError, ValueError, RuntimeError) as problem:
-            where = f"at position {engine.processed_token_count}"
-            engine.reset(0)
-            seen = f"{where}: {type(problem).__name__}: {problem}"
-            return Check(name, self.place.name, "fault", in_use, seen)
+            return _raised(name, engine, self.place, in_use, problem)
         if difference is None:
             detail = f"{len(self.plain.tokens)} tokens, bit for bit"
             return Check(name, self.place.name, "equal", in_use, detail)
@@ -241,6 +242,15 @@ class _Look:
         near = theirs is not None and difference.largest <= theirs.room
         status: Status = "near tie" if near else "fault"
         return Check(name, self.place.name, status, in_use, str(difference), difference)
+
+
+def _raised(
+    name: str, engine: StaticShapeEngine, place: Place, in_use: bool, problem: Exception
+) -> Check:
+    """The check of something that raised; the engine is emptied."""
+    where = f"at position {engine.processed_token_count}"
+    engine.reset(0)
+    return Check(name, place.name, "fault", in_use, f"{where}: {type(problem).__name__}: {problem}")
 
 
 def _other_engines(

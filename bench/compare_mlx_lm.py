@@ -20,7 +20,7 @@ import mlx.nn as nn
 import mlxspec
 from bench import openblas
 from bench.common import RESULTS
-from mlxspec import PromptLookup, StaticShapeEngine
+from mlxspec import DraftModel, PromptLookup, StaticShapeEngine
 from mlxspec.benchmark import (
     BASELINE,
     NAMES,
@@ -160,6 +160,14 @@ def _others(
     engine = StaticShapeEngine(model, tile_widths=widths)
     yield Mlxspec("mlxspec plain", model, engine)
     yield Mlxspec("mlxspec lookup", model, engine, lookup, count)
+    yield Mlxspec(
+        "mlxspec draft model",
+        model,
+        engine,
+        lambda: DraftModel(draft),
+        count,
+        has_own_graphs=True,
+    )
     if setting.openblas:
         exact = StaticShapeEngine(model)
         yield Mlxspec("mlxspec plain, exact", model, exact)

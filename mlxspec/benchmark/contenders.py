@@ -141,6 +141,7 @@ class Mlxspec:
         make_drafter: Makes a run's drafter; None decodes plainly.
         num_draft_tokens: Most tokens to draft a round; None is what a user gets who does not say.
         sampling: Keyword arguments of `generate_step` that choose tokens; default: greedy.
+        has_own_graphs: Whether the drafter traces graphs too, as a draft model does.
     """
 
     name: str
@@ -149,6 +150,7 @@ class Mlxspec:
     make_drafter: Callable[[], Drafter] | None = None
     num_draft_tokens: int | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    has_own_graphs: bool = False
 
     def warm_up(self, prompt: list[int], limit: int) -> None:
         """Trace every tile that a generation this long may meet: each width in each span."""
@@ -178,16 +180,13 @@ class Mlxspec:
                     if stats.rounds > len(widths):
                         break
 
+        if self.has_own_graphs:
+            self.run(prompt, limit, ())
+
     def run(self, prompt: list[int], limit: int, stop: Collection[int]) -> Run:
         """See `Contender`."""
         self.engine.reset(0)
         stats = SpeculationStats()
-        begin = time.perf_counter()
-
-        def mark(processed: int, total: int) -> None:
-            nonlocal begin
-            begin = time.perf_counter()
-
         tokens: list[int] = []
         rounds = _Rounds(stats)
         with closing(
@@ -200,14 +199,15 @@ class Mlxspec:
                 max_tokens=limit,
                 stop_tokens=stop,
                 stats=stats,
-                prompt_progress_callback=mark,
                 **self.sampling,
             )
         ) as steps:
+            begin = time.perf_counter()
             for token, _, _ in steps:
                 tokens.append(token)
                 rounds.look(len(tokens))
-                seconds = time.perf_counter() - begin
+                # The prompt is read when the first token is asked for: a draft model's too.
+                seconds = time.perf_counter() - begin - stats.seconds["prefill"]
         return Run(
             tokens,
             seconds,

@@ -136,7 +136,7 @@ def _run(argv: Sequence[str] | None) -> int:
     old = _read("--compare", args.compare, read_result) if args.compare else None
     from mlxspec.cli.loading import load_for
 
-    loaded = load_for(args)
+    loaded = load_for(args, draft_name)
     prompts = _prompts(workloads, loaded, args)
     from mlxspec.benchmark import provenance, table, write_json
 
@@ -175,7 +175,7 @@ def _measure(
     from mlxspec import StaticShapeEngine
     from mlxspec.benchmark import BASELINE, MlxLmPlain, Run, compare
 
-    mx.eval(loaded.model.parameters())
+    mx.eval(loaded.model.parameters(), loaded.draft_model and loaded.draft_model.parameters())
     try:
         engine = StaticShapeEngine(
             loaded.model,
@@ -211,12 +211,11 @@ def _others(
     loaded: Loaded, engine: Any, draft_name: str | None, args: Namespace
 ) -> Iterator[Contender]:
     """The contenders beside mlx-lm plain."""
-    from mlxspec import PromptLookup
+    from mlxspec import DraftModel, PromptLookup
     from mlxspec.benchmark import MlxLmSpeculative, Mlxspec
 
-    ngrams = options.ngram_range(args)
+    ngrams, draft = options.ngram_range(args), loaded.draft_model
     if draft_name is not None:
-        draft = _draft_model(draft_name, loaded)
         yield MlxLmSpeculative(loaded.model, draft, _shown(draft_name), _MLX_LM_DRAFT_TOKENS)
     yield Mlxspec("mlxspec plain", loaded.model, engine)
     yield Mlxspec(
@@ -226,23 +225,16 @@ def _others(
         lambda: PromptLookup(*ngrams),
         args.num_draft_tokens,
     )
-
-
-def _draft_model(name: str, loaded: Loaded) -> Any:
-    """The draft model, its vocabulary as large as mlx-lm asks for."""
-    import mlx.core as mx
-
-    from mlxspec.models import load
-
-    draft, tokenizer = load(name)
-    if tokenizer.vocab_size != loaded.tokenizer.vocab_size:
-        raise UsageError(
-            f"--draft-model {name}: expected the model's vocabulary of "
-            f"{loaded.tokenizer.vocab_size} tokens, got one of {tokenizer.vocab_size}; give a "
-            "smaller model of the same family"
+    if draft_name is not None:
+        exact = False if args.no_exact else None
+        yield Mlxspec(
+            "mlxspec draft model",
+            loaded.model,
+            engine,
+            lambda: DraftModel(draft, exact=exact),
+            args.num_draft_tokens,
+            has_own_graphs=True,
         )
-    mx.eval(draft.parameters())
-    return draft
 
 
 def _draft_of(model: str) -> str | None:

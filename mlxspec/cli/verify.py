@@ -65,6 +65,11 @@ def setup_arg_parser() -> options.Parser:
         "and windows that are not far)",
     )
     group.add_argument(
+        "--draft-model",
+        metavar="MODEL",
+        help="let this model draft too; the model itself does in any case",
+    )
+    group.add_argument(
         "--tile-widths",
         type=widths,
         metavar="W,W,...",
@@ -103,7 +108,7 @@ def _verify_model(args: Namespace) -> int:
     from mlxspec.cli.loading import load_for
     from mlxspec.verification import verify_model
 
-    loaded = load_for(args)
+    loaded = load_for(args, args.draft_model)
     ids = prompt_ids(loaded.tokenizer, args.prompt, args)
     refuse_length(ids, loaded.context_length)
     verdict = verify_model(
@@ -111,6 +116,7 @@ def _verify_model(args: Namespace) -> int:
         ids,
         max_tokens=args.max_tokens,
         up_to=args.up_to,
+        draft_model=loaded.draft_model,
         report=_progress(),
         max_context_length=loaded.context_length,
         tile_widths=args.tile_widths,

@@ -47,18 +47,28 @@ class _KeepsLogits:
 
     Attributes:
         capture: What a generation with log-probabilities brings back.
+        sampling: How tokens are chosen.
         cap: The final soft cap that the rows have not gone through; None if there is none.
     """
+
+    compares_distributions = False
 
     def __init__(self, sampling: Sampling):
         self._rule = ModelsChoice(sampling, with_logprobs=True)
         self.capture = self._rule.capture
+        self.sampling = sampling
         self.cap: float | None = None
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Nothing to remember."""
 
-    def choices(self, rows: VerifyRows, draft: Sequence[int], position: int) -> Iterator[Choice]:
+    def choices(
+        self,
+        rows: VerifyRows,
+        draft: Sequence[int],
+        position: int,
+        draft_scores: mx.array | None = None,
+    ) -> Iterator[Choice]:
         """See `Acceptance.choices`."""
         assert rows.logits is not None
         self.cap = rows.cap

@@ -14,7 +14,7 @@ import mlx.nn as nn
 
 from mlxspec.benchmark.contenders import prefilled
 from mlxspec.decoding.sampling import Sampling
-from mlxspec.drafting import Drafter
+from mlxspec.drafting import Drafter, DraftModel
 from mlxspec.engine import StaticShapeEngine
 from mlxspec.engine.exactness import width_classes
 from mlxspec.engine.spans import SpanRule
@@ -50,6 +50,7 @@ def verify_model(
     *,
     max_tokens: int = 64,
     up_to: int | None = None,
+    draft_model: nn.Module | None = None,
     report: Report | None = None,
     **engine_options: Any,
 ) -> Verdict:
@@ -63,6 +64,7 @@ def verify_model(
         prompt: Token ids.
         max_tokens: How much to generate after the prompt.
         up_to: How long a text to look at, in tokens; None is quick.
+        draft_model: A model of the same vocabulary that drafts; the model itself does anyway.
         report: Called with the name of each check before it runs.
         **engine_options: See `StaticShapeEngine`.
 
@@ -84,7 +86,7 @@ def verify_model(
         except (MlxspecError, ValueError) as problem:
             checks.append(_raised("plain decoding", engine, place, True, problem))
             continue
-        look = _Look(model, engine, text, place, plain, say)
+        look = _Look(model, engine, draft_model, text, place, plain, say)
         checks += look.at_everything(others, thorough=place is seen[0])
     say("widths")
     # Measured anew, over the whole ladder: what an engine remembers is not proved by being asked.
@@ -118,6 +120,7 @@ class _Look:
     Attributes:
         model: mlx-lm's.
         engine: The engine that generates.
+        draft_model: Drafts, beside the model itself, where one is given.
         text: The sequence up to the place.
         place: Where.
         plain: Plain decoding's answer there.
@@ -126,6 +129,7 @@ class _Look:
 
     model: nn.Module
     engine: StaticShapeEngine
+    draft_model: nn.Module | None
     text: list[int]
     place: Place
     plain: Answer
@@ -182,6 +186,14 @@ class _Look:
                 title = f"drafted by {name}, over several tiles"
                 checks.append(self._generated(title, self.plain, drafter, longer))
         if thorough:
+            models = {"the model itself": self.model}
+            if self.draft_model is not None:
+                models["the draft model"] = self.draft_model
+            for name, model in models.items():
+                drafter = DraftModel(model, max_context_length=self.engine.max_context_length)
+                options = {"num_draft_tokens": widest - 1}
+                title = f"drafted by {name}"
+                checks.append(self._generated(title, self.plain, drafter, options))
             self.say(f"{self.place.name}: sampled")
             plain = generate(self.engine, self.text, self.place, sampling=_SAMPLING)
             known = [*self.text[: self.place.start + 1], *plain.tokens]

@@ -28,6 +28,7 @@ def test_every_promised_check_holds(family):
         *(f"scored in tiles of {width}" for width in verdict.widths),
         "drafted by prompt lookup",
         "drafted by a drafter always wrong",
+        "drafted by the model itself",
         "drafted by a drafter always wrong, over several tiles",
         "sampled, drafted by an oracle half wrong",
         "mlx-lm's own rows",
@@ -42,6 +43,14 @@ def test_half_precision_is_compared_bit_for_bit_too():
 
     verdict = verify_model(tiny_model("llama", dtype=mx.bfloat16), PROMPT, **OPTIONS)
     assert verdict.passed
+
+
+def test_a_draft_model_drafts_where_one_is_given():
+    verdict = verify_model(
+        tiny_model("llama"), PROMPT, draft_model=tiny_model("llama", seed=3), **OPTIONS
+    )
+    assert verdict.passed
+    assert "drafted by the draft model" in {check.name for check in verdict.checks}
 
 
 def engine_of(**changes):

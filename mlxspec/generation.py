@@ -105,7 +105,8 @@ def stream_generate(
         stop_strings: What ends the text; none of it is in the text. The token that completes one
             is the last.
         json_schema: A JSON schema, or its text: the output is JSON that satisfies it.
-        regex: A regular expression that the whole output matches.
+        regex: A regular expression that the whole output matches; mlx-lm's detokenizers leave
+            out a space before the first word.
         prompt_progress_callback: Called with (prompt tokens processed, prompt tokens).
         **options: See `make_decoder`.
 

@@ -221,7 +221,8 @@ def add_constraint_options(parser: ArgumentParser) -> None:
         type=plain_text,
         metavar="PATTERN",
         help="a regular expression that the whole output matches (syntax of Rust's regex crate: no "
-        "look-around, no back-references)",
+        "look-around, no back-references); as elsewhere a space before the first word is not "
+        "printed",
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 from transformers import PreTrainedTokenizer
 
 import mlxspec
-from mlxspec import Grammar, GrammarError, NonFiniteLogits
+from mlxspec import Grammar, GrammarError, NonFiniteLogits, StaticShapeEngine
 from tests.cases import varied_model
 from tests.constraints.vocabularies import PADDED_SIZE, VOCABULARIES
 
@@ -158,6 +158,29 @@ def step(**options):
 def test_a_sampler_that_chooses_what_is_forbidden_is_refused():
     with pytest.raises(GrammarError, match=r"sampler chose token 3 at position 2"):
         step(sampler=lambda logprobs: mx.array([3]))
+
+
+@pytest.mark.parametrize("late", range(5))
+def test_a_refusal_at_any_row_of_a_block_leaves_what_was_emitted(late):
+    """Drafts are in flight when the sampler goes wrong; the engine then goes on as if not."""
+    network = varied_model("llama", vocab_size=PADDED_SIZE)
+    engine = StaticShapeEngine(network, max_context_length=64)
+    constraint = Grammar.from_regex("abab[xy]z").bind(VOCABULARIES["bytes"]())
+    options = {"engine": engine, "constraint": constraint}
+    whole = [token for token, _, _ in mlxspec.generate_step([1, 2], network, **options)]
+    calls = []
+
+    def sampler(logprobs):
+        calls.append(1)
+        return mx.array([3]) if len(calls) > late else mx.argmax(logprobs, axis=-1)
+
+    steps = mlxspec.generate_step([1, 2], network, sampler=sampler, **options)
+    emitted = [next(steps)[0] for _ in range(late)]
+    with pytest.raises(GrammarError, match=f"sampler chose token 3 at position {late + 2}"):
+        next(steps)
+    assert emitted == whole[:late]
+    assert list(engine.tokens) == [1, 2, *emitted][: late + 1]
+    assert whole == [token for token, _, _ in mlxspec.generate_step([1, 2], network, **options)]
 
 
 @pytest.mark.parametrize("value", [-mx.inf, float("nan")])

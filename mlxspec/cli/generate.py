@@ -104,6 +104,7 @@ def _generate(
     from mlxspec.generation import report, stream_generate
 
     print_any_character(sys.stdout)
+    constraint = constraint_arguments(grammar, loaded)
     # Reading the weights is no part of the prompt's time.
     mx.eval(loaded.model.parameters())
     try:
@@ -119,7 +120,7 @@ def _generate(
             prompt_progress_callback=prefill_progress(sys.stderr),
             **running,
             **decoding_arguments(args, loaded),
-            **constraint_arguments(grammar, loaded),
+            **constraint,
         )
     except ValueError as problem:
         # What only the engine can know, such as the widths that this device leaves it.

@@ -270,8 +270,8 @@ def _token_table(tokenizer: Any, end_tokens: frozenset[int]) -> LLTokenizer:
                 tables[key] = from_tokenizer(tokenizer, eos_token=known)
             except ValueError as problem:
                 raise GrammarError(
-                    f"tokenizer {type(tokenizer).__name__}: {problem}; a grammar needs a model "
-                    "whose folder has a tokenizer.json"
+                    f"tokenizer {type(tokenizer).__name__}: {problem}; a grammar needs a "
+                    "tokenizer.json of a byte-level vocabulary or one with byte fallback"
                 ) from None
         return tables[key]
 

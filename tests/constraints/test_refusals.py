@@ -5,12 +5,14 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from tokenizers import Tokenizer, decoders
 from transformers import PreTrainedTokenizer
 
 import mlxspec
 from mlxspec import Grammar, GrammarError, NonFiniteLogits, StaticShapeEngine
 from tests.cases import varied_model
 from tests.constraints.vocabularies import PADDED_SIZE, VOCABULARIES
+from tests.decoding.text import loaded
 
 SCHEMAS = [
     ("{", "expected JSON, got {"),
@@ -142,6 +144,13 @@ def test_a_tokenizer_without_a_table_of_its_tokens_is_refused():
 
     with pytest.raises(GrammarError, match=r"tokenizer Slow: .*tokenizer\.json"):
         Grammar.from_regex("a").bind(Slow(eos_token="b"))
+
+
+def test_a_vocabulary_of_a_kind_that_is_not_known_is_refused():
+    tokenizer = Tokenizer.from_str(VOCABULARIES["bytes"]()._tokenizer.backend_tokenizer.to_str())
+    tokenizer.decoder = decoders.Metaspace()
+    with pytest.raises(GrammarError, match=r"can't determine decoder type.*byte fallback"):
+        Grammar.from_regex("a").bind(loaded(tokenizer, {"eos_token": "<end>"}))
 
 
 def test_a_tokenizer_without_an_end_is_refused():

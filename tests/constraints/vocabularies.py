@@ -69,8 +69,27 @@ def byte_fallback_merges() -> TokenizerWrapper:
     return loaded(tokenizer, {"eos_token": END})
 
 
+@cache
+def prefixed_merges() -> TokenizerWrapper:
+    """Byte fallback that puts a space before every text, as Llama 2's."""
+    tokenizer = Tokenizer.from_str(byte_fallback_merges()._tokenizer.backend_tokenizer.to_str())
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return loaded(tokenizer, {"eos_token": END})
+
+
 VOCABULARIES = {
     "byte-level": byte_level_merges,
     "byte fallback": byte_fallback_merges,
+    "prefixed": prefixed_merges,
     "bytes": byte_level_tokenizer,
 }

@@ -115,8 +115,8 @@ class DraftModel:
                 "this DraftModel is drafting for another generation; give each one of its own"
             )
         with borrowed_engine(self.model, role="draft", **self._engine_options) as engine:
-            self._leased = True
             try:
+                self._leased = True
                 self._take(engine)
                 yield
             finally:
@@ -126,10 +126,9 @@ class DraftModel:
     def begin(self, prompt: Sequence[int], target: TargetChoice) -> None:
         """Take in the prompt, but for its last token, and how the target chooses."""
         self._target = target
-        if len(prompt) < self.engine.max_context_length:
-            self._catch_up(prompt)
-            if self._knows(prompt):
-                self.engine.prefill(prompt[self.engine.processed_token_count : -1])
+        self._catch_up(prompt)
+        if len(prompt) < self.engine.max_context_length and self._knows(prompt):
+            self.engine.prefill(prompt[self.engine.processed_token_count : -1])
 
     def propose(self, history: Sequence[int], budget: int) -> Sequence[int] | DeviceDraft:
         """Roll out up to `budget` tokens; a shorter proposal, maybe none, where it has to end."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import mlx.nn as nn
@@ -83,14 +83,11 @@ def engine_for(
 @contextmanager
 def borrowed_engine(model: nn.Module, kind: str = "static", **options: Any) -> Iterator[Engine]:
     """An engine as `engine_for` finds it, held meanwhile: nobody else is given the same one."""
-    with _CHOOSING:
-        engine = engine_for(model, kind, **options)
-        lease = engine.lease()
-        lease.__enter__()
-    try:
+    with ExitStack() as held:
+        with _CHOOSING:
+            engine = engine_for(model, kind, **options)
+            held.enter_context(engine.lease())
         yield engine
-    finally:
-        lease.__exit__(None, None, None)
 
 
 def forget_engines(model: nn.Module) -> None:

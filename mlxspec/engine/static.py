@@ -21,7 +21,7 @@ from mlxspec.engine.exactness import (
 )
 from mlxspec.engine.placement import Placement, checked_tile_widths, tile_placement
 from mlxspec.engine.protocol import Capture, ProgressCallback, VerifyRows
-from mlxspec.engine.rollout import GoOn, Rollout, RolloutStep
+from mlxspec.engine.rollout import GoOn, Rollout, RolloutStep, must_wait
 from mlxspec.engine.sequence import OneSequence
 from mlxspec.engine.spans import SpanRule, TileLimits
 from mlxspec.engine.state import KVQuantization, ModelState, StateImage, StateLayout
@@ -339,8 +339,9 @@ class StaticShapeEngine(OneSequence):
     ) -> Rollout:
         """Extend the history by `tokens`, then choose tokens one after the other on the device.
 
-        Each chosen token is fed to the next step without being read by the host. The history ends
-        with `tokens`; `keep` then takes over what of the rollout turned out right.
+        Each chosen token is fed to the next step without being read by the host, nor awaited but
+        where `must_wait` says so. The history ends with `tokens`; `keep` then takes over what of
+        the rollout turned out right.
 
         Args:
             tokens: What follows the history, at least one.
@@ -665,6 +666,7 @@ class StaticShapeEngine(OneSequence):
             tiles.append(self._decode_tile(position, stop, capture, noise_key))
             position = stop
         steps: list[RolloutStep] = []
+        waits = must_wait(sum(array.nbytes for array in self._state.slots))
         while True:
             tile = tiles[-1]
             row = slice(tile.rows.stop - 1, tile.rows.stop)
@@ -674,6 +676,8 @@ class StaticShapeEngine(OneSequence):
             self._submit(steps[-1].head)
             if (go_on is not None and not go_on(steps)) or len(steps) == count:
                 break
+            if waits:
+                self._evaluate([[steps[-1].head]])
             self._unread.append(steps[-1].token)
             tiles.append(self._decode_tile(position, position + 1, capture, noise_key))
             position += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from functools import cache
 
@@ -32,6 +33,9 @@ from mlxspec.decoding.sampling import noise_key
 from mlxspec.drafting.fitting import FittedScores
 from mlxspec.engine import VerifyRows
 from mlxspec.engine.support import model_from_config
+from tests.cases import varied_model
+from tests.conftest import PROFILE
+from tests.constraints.vocabularies import PADDED_SIZE, VOCABULARIES
 from tests.families.tiny import set_random_weights, tiny_configs, tiny_model
 from tests.scripted import ScriptedEngine
 
@@ -407,6 +411,101 @@ def test_an_engine_that_reads_drafts_on_the_host_takes_a_draft_models_too():
     tokens = [emission.token for emission in decoder.generate(PROMPT, max_tokens=7)]
     assert tokens == script[4:11]
     assert decoder.stats.accepted >= 5
+
+
+class _InterruptedAt:
+    """Raises KeyboardInterrupt at the nth line that Python runs in drafter, engine or decoder."""
+
+    FILES = ("drafting/model.py", "engine/static.py", "engine/rollout.py", "decoding/decoder.py")
+
+    def __init__(self, line):
+        self.line = line
+        self.count = 0
+
+    def __enter__(self):
+        self._before = sys.gettrace()
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *failure):
+        sys.settrace(self._before)
+
+    def _call(self, frame, event, argument):
+        ours = frame.f_code.co_filename.endswith(self.FILES)
+        return self._line if ours and "mlxspec" in frame.f_code.co_filename else None
+
+    def _line(self, frame, event, argument):
+        if event == "line":
+            self.count += 1
+            if self.count == self.line:
+                raise KeyboardInterrupt
+        return self._line
+
+
+def _take(triples, emitted):
+    for token, _, _ in triples:
+        emitted.append(token)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "lfm2"])
+def test_ctrl_c_at_any_line_leaves_target_and_draft_right_for_the_next_turn(family):
+    """The draft model is the target's, so that its engine would betray any token out of place."""
+    drafter, engine = draft_of(family, "itself"), target_of(family)
+    turn = {"drafter": drafter, "num_draft_tokens": 4, "max_tokens": 9}
+    for _ in range(2):
+        drafter.reset()
+        engine.reset(0)
+        with _InterruptedAt(-1) as counted:
+            steps(family, **turn)
+    assert counted.count > 500
+    plain = ids(steps(family, max_tokens=24))
+    following = {}
+    step = 1 if PROFILE == "deep" else counted.count // 40
+    for line in range(7, counted.count, step):
+        engine.reset(0)
+        emitted = []
+        with pytest.raises(KeyboardInterrupt), _InterruptedAt(line):
+            _take(mlxspec.generate_step(PROMPT, engine.model, engine=engine, **turn), emitted)
+        assert emitted == plain[: len(emitted)]
+        assert not drafter.engine.leased
+        prompt = [*PROMPT, *emitted, 8, 3]
+        if len(emitted) not in following:
+            other = StaticShapeEngine(engine.model, max_context_length=N, span_step=16)
+            following[len(emitted)] = ids(steps(family, prompt, engine=other, max_tokens=9))
+        stats = SpeculationStats()
+        drafted = steps(family, prompt, drafter=drafter, stats=stats, max_tokens=9)
+        assert ids(drafted) == following[len(emitted)], line
+        assert stats.acceptance_rate == 1.0, line
+
+
+@pytest.mark.parametrize("options", [{}, {"temp": 1.0, "seed": 5}])
+@pytest.mark.parametrize("chained", [False, True])
+def test_under_a_grammar_a_draft_model_changes_no_token(options, chained):
+    model = varied_model("llama", vocab_size=PADDED_SIZE)
+    tokenizer = VOCABULARIES["byte-level"]()
+    pattern = r"20[0-9]{2}-(0[1-9]|1[0-2])(, the cat sat)?"
+    options = options | {"regex": pattern, "max_tokens": 60, "max_context_length": 128}
+    plain = [r.token for r in mlxspec.stream_generate(model, tokenizer, PROMPT, **options)]
+    stats = SpeculationStats()
+    responses = mlxspec.stream_generate(
+        model, tokenizer, PROMPT, draft_model=model, prompt_lookup=chained, stats=stats, **options
+    )
+    assert [r.token for r in responses] == plain
+    assert stats.draft_forwards
+
+
+def test_turns_of_one_engine_go_on_in_the_draft_model_too():
+    drafter, engine = DraftModel(model_of("lfm2")), target_of("lfm2")
+    prompt, fed = [(3 * i) % 50 + 1 for i in range(30)], []
+    for _ in range(3):
+        plain_engine = StaticShapeEngine(engine.model, max_context_length=N, span_step=16)
+        expected = ids(steps("lfm2", prompt, engine=plain_engine, max_tokens=6))
+        before = drafter.engine.prefill_forward_count
+        assert ids(steps("lfm2", prompt, drafter=drafter, max_tokens=6)) == expected
+        fed.append(drafter.engine.prefill_forward_count - before)
+        prompt = [*prompt, *expected, 9]
+    assert fed[0] >= 3
+    assert max(fed[1:]) <= 2
 
 
 @pytest.mark.parametrize(

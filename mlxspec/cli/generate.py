@@ -20,7 +20,7 @@ from mlxspec.cli.checks import (
     without_effect,
 )
 from mlxspec.cli.exits import UsageError, run_command, warn
-from mlxspec.cli.grammars import constraint_arguments, grammar_of
+from mlxspec.cli.grammars import Ending, constraint_arguments, grammar_of
 from mlxspec.cli.loading import Loaded, load_for
 from mlxspec.cli.output import (
     DraftStyle,
@@ -125,4 +125,7 @@ def _generate(
     except ValueError as problem:
         # What only the engine can know, such as the widths that this device leaves it.
         raise UsageError(str(problem)) from problem
-    return print_text(responses, style, report if args.verbose else None)
+    ending = Ending()
+    code = print_text(ending.of(responses), style, report if args.verbose else None)
+    warn(_NAME, ending.warning(grammar))
+    return code

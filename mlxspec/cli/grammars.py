@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Generator
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from mlxspec.cli.exits import UsageError
@@ -10,6 +12,32 @@ from mlxspec.cli.loading import Loaded
 
 if TYPE_CHECKING:
     from mlxspec.constraints.grammar import Grammar
+    from mlxspec.generation import GenerationResponse
+
+
+class Ending:
+    """Remembers how a text ended, for what is said after it."""
+
+    def __init__(self) -> None:
+        self._reason: str | None = None
+
+    def of(
+        self, responses: Generator[GenerationResponse, None, None]
+    ) -> Generator[GenerationResponse, None, None]:
+        """The same responses, watched."""
+        with closing(responses):
+            for response in responses:
+                self._reason = response.finish_reason
+                yield response
+
+    def warning(self, grammar: Grammar | None) -> str:
+        """That a limit ended a text that has a grammar; else nothing."""
+        if grammar is None or self._reason != "length":
+            return ""
+        return (
+            "--max-tokens or the context ended the text, which may therefore be incomplete; "
+            "raise the limit, or bound the grammar"
+        )
 
 
 def grammar_of(args: Namespace) -> Grammar | None:

@@ -81,6 +81,17 @@ def test_a_schema_may_ask_for_another_layout(generate: Run, tmp_path: Path):
     assert json.dumps(json.loads(text), separators=(",", ":")) == text
 
 
+def test_a_text_that_a_limit_ends_is_said_to_be_perhaps_incomplete(
+    generate: Run, schema_file: Path
+):
+    whole = generate("--json-schema", schema_file)
+    assert whole.err == ""
+    cut = generate("--json-schema", schema_file, "-m", 4)
+    assert whole.text.startswith(cut.text)
+    assert cut.err.startswith("mlxspec generate: warning: --max-tokens or the context ended")
+    assert generate("-m", 4).err == ""
+
+
 def test_what_a_schema_itself_lets_go_is_warned_of(generate: Run, tmp_path: Path):
     path = tmp_path / "schema.json"
     path.write_text('{"enum": [1, 2], "uniqueItems": true, "x-guidance": {"lenient": true}}')

@@ -25,12 +25,13 @@ from mlxspec.decoding.acceptance import (
     checked_processors,
 )
 from mlxspec.decoding.decoder import SpeculativeDecoder
-from mlxspec.decoding.options import DEFAULT_NUM_DRAFT_TOKENS, SpeculativeDecodingOptions
+from mlxspec.decoding.options import SpeculativeDecodingOptions
 from mlxspec.decoding.sampling import Sampling, noise_key
 from mlxspec.decoding.stats import SpeculationStats
 from mlxspec.drafting import Chain, Drafter, PromptLookup, TargetedDrafter
 from mlxspec.drafting.model import DraftModel
-from mlxspec.engine import SpeculativeEngine, engine_for
+from mlxspec.engine import SpeculativeEngine, StaticShapeEngine, engine_for
+from mlxspec.engine.pool import Engine, keep_instead
 from mlxspec.models.vocabulary import tokenizer_of
 
 _NEEDS_TOKENIZER = (
@@ -79,6 +80,7 @@ def make_decoder(
     draft_model: nn.Module | None = None,
     tokenizer: Any = None,
     num_draft_tokens: int | None = None,
+    adaptive_draft_count: bool | None = None,
     align_proposals: bool = True,
     seed: int | None = None,
     acceptance: str = "coupled",
@@ -106,7 +108,10 @@ def make_decoder(
             `DraftModel(draft_model)`, after prompt lookup where both are asked for.
         tokenizer: The target's, with which a draft model's vocabulary is compared; None is what
             `mlxspec.load` gave with the model. Without it only the sizes are compared.
-        num_draft_tokens: Most tokens to draft per round; None is 7.
+        num_draft_tokens: Most tokens to draft per round; None is as many as pay.
+        adaptive_draft_count: Draft as many tokens as pay by the measured cost of a tile and the
+            acceptance so far, at most `num_draft_tokens`. None: if `num_draft_tokens` is None.
+            False: always `num_draft_tokens`, or 7.
         align_proposals: Shorten proposals so that one verify is one forward.
         seed: Of every draw; the same seed gives the same text with and without drafts. None
             draws a seed, which `stats.seed` tells. Greedy decoding ignores it.
@@ -146,9 +151,9 @@ def make_decoder(
     if not isinstance(prompt_lookup, bool):
         raise ValueError(f"prompt_lookup: expected True or False, got {prompt_lookup!r}")
     drafter = _drafter(drafter, prompt_lookup, draft_model)
-    if num_draft_tokens is None:
-        num_draft_tokens = DEFAULT_NUM_DRAFT_TOKENS
-    decoding_options = SpeculativeDecodingOptions(num_draft_tokens, align_proposals)
+    decoding_options = SpeculativeDecodingOptions(
+        num_draft_tokens, align_proposals, adaptive_draft_count
+    )
     drawn = secrets.randbits(32) if seed is None else seed
     processors = checked_processors(logits_processors)
     rule = _acceptance(acceptance, sampling, drawn, sampler, processors)
@@ -191,6 +196,8 @@ def make_decoder(
     own = not isinstance(engine, str)
     if isinstance(engine, str):
         engine = engine_for(model, engine, **engine_options)
+        if drafter is not None and decoding_options.adapts:
+            engine = _widened(engine)
     _refuse_counts(sampling, engine.vocab_size)
     if isinstance(drafter, TargetedDrafter):
         known = tokenizer if tokenizer is not None else tokenizer_of(model)
@@ -240,6 +247,14 @@ def _drafter(
     if not made:
         return drafter
     return made[0] if len(made) == 1 else Chain(*made)
+
+
+def _widened(engine: Engine) -> Engine:
+    """The kept engine, with wider tiles if they pay; it is kept so for plain decoding too."""
+    wider = engine.widened() if isinstance(engine, StaticShapeEngine) else engine
+    if wider is not engine:
+        keep_instead(engine, wider)
+    return wider
 
 
 def _sampling(options: Mapping[str, Any]) -> tuple[Sampling, list[str]]:

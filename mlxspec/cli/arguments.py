@@ -28,6 +28,7 @@ def decoding_arguments(args: Namespace, loaded: Loaded) -> dict[str, Any]:
     return {
         "drafter": _drafter(args, loaded),
         "num_draft_tokens": args.num_draft_tokens,
+        "adaptive_draft_count": _adaptive(args),
         "align_proposals": not args.no_align_proposals,
         "stop_strings": args.stop,
         **sampling_arguments(args, loaded.tokenizer),
@@ -44,3 +45,10 @@ def _drafter(args: Namespace, loaded: Loaded) -> Any:
     exact = False if args.no_exact else None
     model = DraftModel(loaded.draft_model, p_min=args.draft_p_min, exact=exact)
     return model if lookup is None else Chain(lookup, model)
+
+
+def _adaptive(args: Namespace) -> bool | None:
+    """Whether to draft as many tokens as pay; None: unless their number is given."""
+    if args.adaptive_draft_count:
+        return True
+    return False if args.no_adaptive_draft_count else None

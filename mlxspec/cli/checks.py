@@ -24,6 +24,8 @@ _NEEDS_ONE_OF = {
     "prompt_lookup_max_ngram": ("prompt_lookup",),
     "draft_p_min": ("draft_model",),
     "num_draft_tokens": _DRAFTERS + _GRAMMARS,
+    "adaptive_draft_count": _DRAFTERS + _GRAMMARS,
+    "no_adaptive_draft_count": _DRAFTERS + _GRAMMARS,
     "no_align_proposals": _DRAFTERS + _GRAMMARS,
     "show_drafts": _DRAFTERS + _GRAMMARS,
     "acceptance": _DRAFTERS,
@@ -70,8 +72,19 @@ _WITHOUT_EFFECT = (
     ),
     _WithoutEffect(
         "the dynamic engine drafts nothing",
-        ("num_draft_tokens", "no_align_proposals", "show_drafts"),
+        (
+            "num_draft_tokens",
+            "adaptive_draft_count",
+            "no_adaptive_draft_count",
+            "no_align_proposals",
+            "show_drafts",
+        ),
         lambda args: args.engine == "dynamic",
+    ),
+    _WithoutEffect(
+        "with --num-draft-tokens 0",
+        ("adaptive_draft_count", "no_adaptive_draft_count"),
+        lambda args: args.num_draft_tokens == 0,
     ),
     _WithoutEffect(
         "decoding is greedy",
@@ -142,6 +155,8 @@ def refuse_combinations(parser: Parser, args: Namespace) -> None:
             raise UsageError(f"{flag(name)}: {reason}; leave it out, or give --engine {other}")
     if all(parser.given(args, name) for name in _GRAMMARS):
         raise UsageError(f"{' and '.join(map(flag, _GRAMMARS))}: give one of them, not both")
+    if args.adaptive_draft_count and args.no_adaptive_draft_count:
+        raise UsageError("--adaptive-draft-count and --no-adaptive-draft-count: give one of them")
     _refuse_rejection(parser, args)
     refuse_ngram_range(args)
     _refuse_template_variables(args.chat_template_config or {})

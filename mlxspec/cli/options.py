@@ -368,7 +368,19 @@ def add_speculation_options(parser: ArgumentParser) -> None:
         "--num-draft-tokens",
         type=whole_number(0),
         metavar="N",
-        help="most tokens to draft at a time; 0 drafts nothing (default: 7)",
+        help="most tokens to draft at a time; 0 drafts nothing (default: as many as pay)",
+    )
+    group.add_argument(
+        "--adaptive-draft-count",
+        action="store_true",
+        help="draft as many tokens as pay, by the measured cost of a forward and the acceptance "
+        "so far, and none where none pay; on unless --num-draft-tokens is given, which is then "
+        "the most",
+    )
+    group.add_argument(
+        "--no-adaptive-draft-count",
+        action="store_true",
+        help="draft --num-draft-tokens each time, whether they pay or not (default: 7)",
     )
     group.add_argument(
         "--no-align-proposals",

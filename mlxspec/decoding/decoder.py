@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
 from typing import Any, Literal, NamedTuple
@@ -23,8 +23,10 @@ from mlxspec.decoding.sampling import noise_key
 from mlxspec.decoding.stats import SpeculationStats
 from mlxspec.decoding.target import TargetChoice
 from mlxspec.decoding.turns import Prefix, held_prefix
+from mlxspec.drafting.adaptive import AdaptiveDraftCount
 from mlxspec.drafting.device import DeviceDraft
-from mlxspec.drafting.protocol import Drafter, TargetedDrafter
+from mlxspec.drafting.protocol import Drafter, TargetedDrafter, source_of
+from mlxspec.engine.costs import ASSUMED_COSTS
 from mlxspec.engine.protocol import ProgressCallback, SpeculativeEngine, VerifyRows
 from mlxspec.engine.tokens import TokenView, token_ids
 from mlxspec.errors import DrafterError, EngineBusy, NonFiniteLogits, RewindRefused
@@ -68,6 +70,7 @@ class SpeculativeDecoder:
         stats: Counters to add to; default: new ones.
         reuse_prefix: Go on from what the engine holds of a prompt's beginning, as far as its
             layers can go back to it; False begins every sequence anew.
+        clock: Returns seconds; drafts adapt to what it says that drafts and forwards take.
 
     Raises:
         ValueError: The engine or the drafter lacks its methods, or the seed is out of range.
@@ -83,6 +86,7 @@ class SpeculativeDecoder:
         seed: int = 0,
         stats: SpeculationStats | None = None,
         reuse_prefix: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
     ):
         require_engine(engine)
         if drafter is not None:
@@ -95,6 +99,8 @@ class SpeculativeDecoder:
         self.stats.why_off = self._why_off()
         self.stats.note = engine.note
         self._reuse_prefix = reuse_prefix
+        self._clock = clock
+        self._adaptive: AdaptiveDraftCount | None = None
         self._noise_key = noise_key(seed)
         # The engine's calls when it was last left; None while this decoder is inside it.
         self._calls: int | None = engine.call_count
@@ -154,6 +160,11 @@ class SpeculativeDecoder:
             # The first `next`, inside `generate`: the engine is held from the call on, and an
             # emission generator that is closed or forgotten before its first token frees it.
             yield _HELD
+            self._adaptive = None
+            if self.options.adapts and self.stats.why_off is None:
+                costs = getattr(self.engine, "tile_costs", ASSUMED_COSTS)
+                narrowest = getattr(self.engine, "tile_widths", (1,))[0]
+                self._adaptive = AdaptiveDraftCount(costs, narrowest)
             self._prefill(prompt, progress)
             anchor = prompt[-1]
             room = self.engine.max_context_length - len(prompt)
@@ -174,8 +185,10 @@ class SpeculativeDecoder:
             How many tokens were emitted, and the newest.
         """
         cursor = self.engine.processed_token_count
+        spent = _Spent.by(self.stats)
         proposal = self._draft(anchor, wanted)
-        emitted = 0
+        width = self._tile_width_for(len(proposal))
+        emitted = accepted = 0
         try:
             rows, draft, scores = self._verify(anchor, proposal)
             if draft and self.engine.vocab_size in rows.nan_count:
@@ -186,10 +199,12 @@ class SpeculativeDecoder:
             self.stats.rounds += 1
             self.stats.plain_rounds += not draft
             self.stats.drafted += len(draft)
+            self.stats.count_tile(width, len(draft))
             self._require_number(rows, 0, cursor)
             for token, logprobs in self.acceptance.choices(rows, draft, cursor + 1, scores):
                 from_draft = emitted < len(draft) and draft[emitted] == token
                 emitted += 1
+                accepted += from_draft
                 self.stats.emitted += 1
                 self.stats.accepted += from_draft
                 reason = finish_reason(token, stop_tokens, wanted - emitted)
@@ -203,6 +218,16 @@ class SpeculativeDecoder:
             self._rewind(cursor + emitted)
             if self.drafter is not None:
                 self.drafter.commit(cursor + 1 + emitted)
+            if self._adaptive is not None and emitted:
+                now = _Spent.by(self.stats)
+                self._adaptive.record(
+                    drafted=len(draft),
+                    accepted=accepted,
+                    emitted=emitted,
+                    width=width,
+                    seconds=now.seconds - spent.seconds,
+                    usual=now.forwards - spent.forwards == 1 and now.traces == spent.traces,
+                )
         return emitted, newest
 
     def _check(self, prompt: list[int]) -> None:
@@ -224,7 +249,7 @@ class SpeculativeDecoder:
             return self.engine.why_no_speculation
         if self.drafter is None:
             return "no drafter was given"
-        if self.options.num_draft_tokens == 0:
+        if self.options.most_draft_tokens == 0:
             return "num_draft_tokens is 0"
         if self.options.align_proposals and self.engine.verify_tile_width == 1:
             return "the widest tile has one row, which leaves no room for a draft"
@@ -247,7 +272,7 @@ class SpeculativeDecoder:
         )
 
     def _prefill(self, prompt: list[int], progress: ProgressCallback | None) -> None:
-        begin = time.perf_counter()
+        begin = self._clock()
         engine, stats = self.engine, self.stats
         forwards, traces = engine.prefill_forward_count, engine.trace_count
         held = held_prefix(engine, prompt) if self._reuse_prefix else Prefix(0, 0, 0)
@@ -274,26 +299,44 @@ class SpeculativeDecoder:
             drafted = self._targeted.forward_count
             self._targeted.begin(prompt, self._target)
             stats.draft_forwards += self._targeted.forward_count - drafted
-        stats.seconds["prefill"] += time.perf_counter() - begin
+        stats.seconds["prefill"] += self._clock() - begin
 
     def _draft(self, anchor: int, wanted: int) -> list[int] | DeviceDraft:
         """A proposal that fits: into one forward, the context, and the tokens still wanted."""
         if self.stats.why_off is not None or self.drafter is None:
             return []
-        begin = time.perf_counter()
-        if self.options.align_proposals:
+        begin = self._clock()
+        if self.options.align_proposals or self._adaptive is not None:
             fits = self.engine.one_forward_draft_budget
         else:
             fits = self.engine.max_verify_block_length - 1
-        budget = max(0, min(self.options.num_draft_tokens, fits, wanted - 1))
+        most = self.options.most_draft_tokens
+        limit = max(0, min(fits if most is None else most, fits, wanted - 1))
         history = TokenView(self.engine.tokens, last=anchor)
         self._shown = len(history)
         forwards = self._targeted.forward_count if self._targeted else 0
+        adaptive, budget = self._adaptive, limit
+        if adaptive is not None:
+            adaptive.begin(history, limit, self._tile_width_for)
+            budget = adaptive.budget(source_of(self.drafter)[0])
+        asked = self._clock()
         draft = checked_proposal(self.drafter, history, budget, self.engine.vocab_size)
+        if adaptive is not None:
+            took = self._clock() - asked
+            known = None if isinstance(draft, DeviceDraft) else draft
+            took += draft.seconds if isinstance(draft, DeviceDraft) else 0.0
+            kept = adaptive.keep(source_of(self.drafter), len(draft), took, known)
+            self.stats.parked_rounds += not kept and (len(draft) > 0 or budget < limit)
+            draft = draft[:kept]
         if self._targeted is not None:
             self.stats.draft_forwards += self._targeted.forward_count - forwards
-        self.stats.seconds["draft"] += time.perf_counter() - begin
+        self.stats.seconds["draft"] += self._clock() - begin
         return draft
+
+    def _tile_width_for(self, drafts: int) -> int:
+        """Rows of the tile that verifies so many drafts; as many as needed where unknown."""
+        width_for = getattr(self.engine, "tile_width_for", None)
+        return drafts + 1 if width_for is None else width_for(drafts)
 
     def _verify(
         self, anchor: int, draft: list[int] | DeviceDraft
@@ -303,7 +346,7 @@ class SpeculativeDecoder:
         Returns:
             The rows, the draft's ids, and the scores it was drawn by where it has them.
         """
-        begin = time.perf_counter()
+        begin = self._clock()
         traces = self.engine.trace_count
         self._refuse_intruders()
         self._calls = None
@@ -315,7 +358,7 @@ class SpeculativeDecoder:
         self.stats.forwards += rows.forwards
         self.stats.traces += self.engine.trace_count - traces
         self.stats.compiled = self.engine.compiled
-        seconds = time.perf_counter() - begin
+        seconds = self._clock() - begin
         waited = min(waited, seconds)
         self.stats.seconds["draft"] += waited
         self.stats.seconds["verify"] += seconds - waited
@@ -379,6 +422,19 @@ class SpeculativeDecoder:
                     stacklevel=2,
                 )
             self.stats.nan_rows += 1
+
+
+class _Spent(NamedTuple):
+    """What the counters say of forwards up to now."""
+
+    seconds: float
+    forwards: int
+    traces: int
+
+    @staticmethod
+    def by(stats: SpeculationStats) -> _Spent:
+        """Read them off."""
+        return _Spent(stats.seconds["verify"], stats.forwards, stats.traces)
 
 
 def finish_reason(token: int, stop_tokens: frozenset[int], wanted: int) -> FinishReason | None:

@@ -17,6 +17,10 @@ class SpeculationStats:
         compiled: Whether MLX compiles the engine's graphs; None where it could not tell yet.
         rounds: Times the decoder drafted, verified and accepted.
         plain_rounds: Rounds whose draft was empty.
+        parked_rounds: Those of them that could have drafted, had it paid.
+        draft_lengths: How long the drafts were over time: [tokens, rounds] for every run of
+            rounds that drafted alike.
+        tile_widths: Rounds by the rows of their tile.
         forwards: Decode forwards; equal to `rounds` while proposals are aligned.
         draft_forwards: Forwards of draft models, those over the prompt included.
         prompt_tokens: Tokens of the prompt.
@@ -41,6 +45,9 @@ class SpeculationStats:
     compiled: bool | None = None
     rounds: int = 0
     plain_rounds: int = 0
+    parked_rounds: int = 0
+    draft_lengths: list[list[int]] = field(default_factory=list)
+    tile_widths: dict[int, int] = field(default_factory=dict)
     forwards: int = 0
     draft_forwards: int = 0
     prompt_tokens: int = 0
@@ -84,9 +91,19 @@ class SpeculationStats:
             if isinstance(value, dict):
                 mine = getattr(self, name)
                 value = {key: mine.get(key, 0) + value.get(key, 0) for key in mine | value}
+            elif isinstance(value, list):
+                value = getattr(self, name) + value
             elif isinstance(value, int | float) and not isinstance(value, bool) and name != "seed":
                 value += getattr(self, name)
             setattr(self, name, value)
+
+    def count_tile(self, width: int, drafts: int) -> None:
+        """A round verified this many drafts in a tile of this many rows."""
+        self.tile_widths[width] = self.tile_widths.get(width, 0) + 1
+        if self.draft_lengths and self.draft_lengths[-1][0] == drafts:
+            self.draft_lengths[-1][1] += 1
+        else:
+            self.draft_lengths.append([drafts, 1])
 
     def summary(self) -> str:
         """One line for a person; others name the engine's note and the seed where there are any."""
@@ -100,6 +117,8 @@ class SpeculationStats:
                 f"{_counted(self.forwards_saved, 'forward')} saved "
                 f"({self.tokens_per_forward:.2f} tokens per forward)"
             )
+            if self.parked_rounds:
+                line += f"; {_counted(self.parked_rounds, 'round')} parked, as no draft paid"
         if self.forced:
             line += f"; {self.forced} forced by the grammar"
         if self.compiled is False and self.traces:

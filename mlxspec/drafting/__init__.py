@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from mlxspec.drafting.adaptive import AdaptiveDraftCount
 from mlxspec.drafting.chain import Chain
 from mlxspec.drafting.lookup import PromptLookup
 from mlxspec.drafting.protocol import Drafter, TargetedDrafter
@@ -11,7 +12,15 @@ if TYPE_CHECKING:
     from mlxspec.drafting.device import DeviceDraft
     from mlxspec.drafting.model import DraftModel
 
-__all__ = ["Chain", "DeviceDraft", "DraftModel", "Drafter", "PromptLookup", "TargetedDrafter"]
+__all__ = [
+    "AdaptiveDraftCount",
+    "Chain",
+    "DeviceDraft",
+    "DraftModel",
+    "Drafter",
+    "PromptLookup",
+    "TargetedDrafter",
+]
 
 # What needs mlx; a mistyped command must not wait for it.
 _HOMES = {"DeviceDraft": "device", "DraftModel": "model"}

@@ -6,25 +6,12 @@ be the same with and without drafts if every width it meets computes a row alike
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import platform
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
-from mlx.utils import tree_flatten
 
-from mlxspec.cache_dir import cache_dir
+from mlxspec.engine.measurements import remember, remembered
 from mlxspec.engine.protocol import Capture, SpeculativeEngine
-
-# Raised when another measurement is made, so that an old answer is not taken for the new one.
-_MEASUREMENT = 2
-# Environment variables that choose kernels.
-_KERNEL_CHOICES = ("MLX_SDPA_BLOCKS", "MLX_METAL_FAST_SYNCH", "LD_PRELOAD", "OPENBLAS_CORETYPE")
 
 
 def width_classes(engine: SpeculativeEngine, widths: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -82,49 +69,16 @@ def best_class(classes: list[tuple[int, ...]]) -> tuple[int, ...]:
 
 def remembered_classes(circumstances: dict[str, Any]) -> list[tuple[int, ...]] | None:
     """What was measured before in these circumstances; None if nothing was."""
-    try:
-        stored = json.loads(_file_for(circumstances).read_text())
-        return [tuple(int(width) for width in group) for group in stored["classes"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+
+    def read(stored: dict[str, Any]) -> list[tuple[int, ...]]:
+        classes = [tuple(map(int, group)) for group in stored["classes"]]
+        if not all(classes):
+            raise ValueError("a class without a width")
+        return classes
+
+    return remembered(circumstances, read)
 
 
 def remember_classes(circumstances: dict[str, Any], classes: list[tuple[int, ...]]) -> None:
     """Keep a measurement; where the cache cannot be written it is measured again next time."""
-    file = _file_for(circumstances)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        scratch = file.with_suffix(f".{os.getpid()}")
-        scratch.write_text(json.dumps({"classes": classes} | circumstances))
-        scratch.replace(file)
-    except OSError:
-        return
-
-
-def measured_in(model: nn.Module, **engine: Any) -> dict[str, Any]:
-    """All that decides which kernels run, and so what a measurement is worth.
-
-    Args:
-        model: Its class, arguments, and the shapes and dtypes of its weights count.
-        **engine: How the engine runs it: widths, placement, span step; JSON values.
-    """
-    flat: Any = tree_flatten(model.parameters())
-    shapes = "".join(f"{name}{array.shape}{array.dtype}" for name, array in flat)
-    kinds = "".join(f"{name}{type(module).__name__}" for name, module in model.named_modules())
-    structure = f"{getattr(model, 'args', '')!r}{shapes}{kinds}"
-    return {
-        "measurement": _MEASUREMENT,
-        "engine": engine,
-        "model": type(model).__module__,
-        "structure": hashlib.sha256(structure.encode()).hexdigest(),
-        "mlx": version("mlx"),
-        "device": str(mx.default_device()),
-        "hardware": str(mx.device_info().get("device_name", "")),
-        "system": [platform.system(), platform.release(), platform.machine()],
-        "environment": {name: os.environ.get(name, "") for name in _KERNEL_CHOICES},
-    }
-
-
-def _file_for(circumstances: dict[str, Any]) -> Path:
-    key = json.dumps(circumstances, sort_keys=True).encode()
-    return cache_dir() / "widths" / f"{hashlib.sha256(key).hexdigest()[:32]}.json"
+    remember(circumstances, {"classes": classes})

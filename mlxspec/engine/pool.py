@@ -90,6 +90,12 @@ def borrowed_engine(model: nn.Module, kind: str = "static", **options: Any) -> I
         yield engine
 
 
+def keep_instead(old: Engine, new: Engine) -> None:
+    """Keep an engine in the place of another that was kept for the same options."""
+    kept: _Kept = old.model.__dict__.get(_ATTRIBUTE, _Kept())
+    kept[:] = [(key, new if engine is old else engine) for key, engine in kept]
+
+
 def forget_engines(model: nn.Module) -> None:
     """Let go of the engines kept with a model, and of the memory of their states.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,13 +13,21 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlxspec.engine.costs import (
+    CANDIDATE_WIDTHS,
+    TileCosts,
+    measure_costs,
+    remember_costs,
+    remembered_costs,
+    tile_widths_that_pay,
+)
 from mlxspec.engine.exactness import (
     best_class,
-    measured_in,
     remember_classes,
     remembered_classes,
     width_classes,
 )
+from mlxspec.engine.measurements import measured_in
 from mlxspec.engine.placement import Placement, checked_tile_widths, tile_placement
 from mlxspec.engine.protocol import Capture, ProgressCallback, VerifyRows
 from mlxspec.engine.rollout import GoOn, Rollout, RolloutStep, must_wait
@@ -125,6 +134,17 @@ class StaticShapeEngine(OneSequence):
         super().__init__(model, vocab_size, context_length)
         self._widths = ladder
         self._step_widths = prefill_widths
+        self._may_widen = tile_widths is None and placement != "aligned" and not layout.rings
+        self._exact = exact
+        self._options: dict[str, Any] = {
+            "placement": placement,
+            "prefill_step_size": prefill_step_size,
+            "span_step": span_step,
+            "kv_bits": kv_bits,
+            "kv_group_size": kv_group_size,
+            "quantized_kv_start": quantized_kv_start,
+        }
+        self._tile_costs: TileCosts | None = None
         self._recurrent = layout.is_recurrent
         self.kv_quantization = quantization
         # Widths are compared on whole keys, whose tiles nothing cuts short.
@@ -147,7 +167,7 @@ class StaticShapeEngine(OneSequence):
         if placement == "aligned":
             self.note = f"aligned tiles: plain decoding computes {self._widths[0]} rows a token"
         if exact and tile_widths is None and placement != "aligned":
-            ladder = self._equal_widths(placement)
+            ladder = self._equal_widths()
         quantized_from = None
         if quantization is not None:
             # mlx-lm converts after a forward, so its first one sees whole keys; so does ours.
@@ -198,6 +218,90 @@ class StaticShapeEngine(OneSequence):
         quantisation, which cannot be taken back. The error of `verify` says which it was.
         """
         return self._verify_bound[0]
+
+    @property
+    def tile_costs(self) -> TileCosts:
+        """Seconds of a decode tile by its width in a short context.
+
+        Measured when it is first asked for, on an engine of its own, and remembered on disk for
+        this model, device and version of MLX: see `costs.measure_costs`.
+        """
+        if self._tile_costs is None:
+            widths = self._measured_widths()
+            circumstances = self._measured_in(
+                costs_of=widths, cores=os.cpu_count(), kv_bits=self._options["kv_bits"]
+            )
+            costs = remembered_costs(circumstances)
+            if costs is None:
+                costs = measure_costs(self.twin(widths), widths)
+                remember_costs(circumstances, costs)
+            self._tile_costs = costs
+        return self._tile_costs
+
+    def tile_width_for(self, drafts: int) -> int:
+        """Rows of the tile that verifies this many drafts from the present cursor."""
+        rows = self._cursor + 1 + drafts - self._tile_start(self._cursor)
+        return next((width for width in self._widths if width >= rows), self._widths[-1])
+
+    def twin(self, tile_widths: Sequence[int], *, initial_capacity: int = 0) -> StaticShapeEngine:
+        """An empty engine of the same model and options in other widths."""
+        return StaticShapeEngine(
+            self.model,
+            max_context_length=self._context_length,
+            tile_widths=tile_widths,
+            initial_capacity=initial_capacity,
+            **self._options,
+        )
+
+    def widened(self) -> StaticShapeEngine:
+        """This engine, or an empty one with more widths, if rows get cheaper in wider tiles.
+
+        Only a default ladder is widened, by widths that compute the same bits as it, and only
+        where nothing else would change: the rings of sliding windows are as deep as the widest
+        tile needs, and another depth adds the same keys in another order.
+        """
+        if not self._may_widen:
+            return self
+        possible = {*self._measured_widths()} - {*self._widths}
+        wider = [width for width in tile_widths_that_pay(self.tile_costs) if width in possible]
+        if not wider:
+            return self
+        widths = tuple(sorted((*self._widths, *wider)))
+        classes = self.width_classes
+        if self._exact:
+            circumstances = self._measured_in(widths=widths)
+            classes = remembered_classes(circumstances)
+            if classes is None:
+                classes = width_classes(self.twin(widths), widths)
+                remember_classes(circumstances, classes)
+            alike = next((group for group in classes if set(self._widths) <= set(group)), ())
+            widths = tuple(sorted({*self._widths, *alike}))
+        engine = self.twin(widths)
+        engine.width_classes, engine.note = classes, self.note
+        engine._tile_costs = self._tile_costs
+        return engine
+
+    def _measured_widths(self) -> tuple[int, ...]:
+        """The ladder, and the widths that it may be widened by, ascending."""
+        if not self._may_widen:
+            return self._widths
+
+        def possible(width: int) -> bool:
+            """Whether an engine like this one could have the width beside its own."""
+            limit = context_limit(self.model, width)
+            return (
+                width > self._widths[0]
+                and not (self._recurrent and width % self._widths[0])
+                and width < self._context_length - 1
+                and (limit is None or self._context_length <= limit)
+            )
+
+        return tuple(sorted({*self._widths, *filter(possible, CANDIDATE_WIDTHS)}))
+
+    def _measured_in(self, **what: Any) -> dict[str, Any]:
+        """The circumstances of a measurement of this engine."""
+        placement = self._options["placement"]
+        return measured_in(self.model, placement=placement, span_step=self._spans.step, **what)
 
     @property
     def trace_count(self) -> int:
@@ -535,13 +639,11 @@ class StaticShapeEngine(OneSequence):
         self._aligned = placement == "aligned"
         self._prefill_widths = self._place.prefill_widths(self._step_widths)
 
-    def _equal_widths(self, placement: Placement) -> tuple[int, ...]:
+    def _equal_widths(self) -> tuple[int, ...]:
         """The part of the ladder that is one class, so that no draft length changes a bit."""
         # A tile as wide as the context could not be filled.
         usable = tuple(width for width in self._widths if width < self._context_length)
-        circumstances = measured_in(
-            self.model, widths=usable, placement=placement, span_step=self._spans.step
-        )
+        circumstances = self._measured_in(widths=usable)
         self.width_classes = remembered_classes(circumstances)
         if self.width_classes is None:
             self.width_classes = width_classes(self, usable)

@@ -26,6 +26,7 @@ def measured(story_model, tmp_path_factory):
         "--max-tokens": 32,
         "--repeats": 2,
         "--tile-widths": "1,4",
+        "--num-draft-tokens": 3,
         "--output": folder / "new.json",
         "--plot": folder / "new.png",
     }

@@ -233,7 +233,8 @@ def _enter(child: pexpect.spawn, text: str) -> str:
 
 def test_a_person_chats_through_a_terminal(story_model: Path, tmp_path: Path) -> None:
     name = tmp_path / "chat.json"
-    options = ["--prompt-lookup", "--show-drafts", "-m", "60", "--system-prompt", "Tell."]
+    options = ["--prompt-lookup", "--num-draft-tokens=7", "--show-drafts", "-m", "60"]
+    options += ["--system-prompt", "Tell."]
     with _terminal(story_model, *options) as child:
         assert "a context of 4096 tokens. Drafted text is \x1b[32mgreen\x1b[0m." in child.before
         answer = _enter(child, f"{WORDS} é")

@@ -80,18 +80,20 @@ def test_the_text_is_mlx_lm_s(generate: Run, story_model: Path) -> None:
     assert expected == told("one quick", len(expected))
 
 
+# A number of drafts, as what pays on a model that computes next to nothing is a matter of luck.
+SEVEN = ("--num-draft-tokens", "7")
 MISLEADING = f"{STORY}Once upon a dog there was nobody at all.\nOnce upon a"
 
 
 @pytest.mark.parametrize(
     "drafting",
     [
-        [],
+        ["--no-adaptive-draft-count"],
         ["--num-draft-tokens", "1"],
         ["--num-draft-tokens", "30", "--no-align-proposals"],
-        ["--prompt-lookup-min-ngram", "1", "--prompt-lookup-max-ngram", "2"],
-        ["--tile-widths", "2,4"],
-        ["--prefill-step-size", "8"],
+        [*SEVEN, "--prompt-lookup-min-ngram", "1", "--prompt-lookup-max-ngram", "2"],
+        [*SEVEN, "--tile-widths", "2,4"],
+        [*SEVEN, "--prefill-step-size", "8"],
     ],
 )
 def test_speculation_changes_no_character_and_says_what_it_did(
@@ -204,6 +206,7 @@ def test_the_options_reach_the_generation(generate: Run, passed_on: list[tuple])
     assert (drafter.min_ngram, drafter.max_ngram) == (2, 4)
     assert options == {
         "num_draft_tokens": 5,
+        "adaptive_draft_count": None,
         "align_proposals": False,
         "tile_widths": (1, 4),
         "exact": None,
@@ -275,7 +278,7 @@ def test_help_tells_the_defaults_that_hold(capsys: pytest.CaptureFixture) -> Non
     assert end.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
     for option, default in (
-        ("--num-draft-tokens N", DEFAULT_NUM_DRAFT_TOKENS),
+        ("--no-adaptive-draft-count", DEFAULT_NUM_DRAFT_TOKENS),
         ("--tile-widths W,W,...", ",".join(map(str, default_tile_widths("free")))),
         ("--prefill-step-size N", DEFAULT_PREFILL_STEP_SIZE),
         ("--model MODEL", "smollm2"),

@@ -14,7 +14,7 @@ from tests.cli.conftest import Run
 from tests.cli.story_model import STORY
 
 DRAFTED = re.compile("\x1b\\[32m(.*?)\x1b\\[0m", re.DOTALL)
-SHOW = ["--prompt-lookup", "--show-drafts", "--verbose=False"]
+SHOW = ["--prompt-lookup", "--num-draft-tokens=7", "--show-drafts", "--verbose=False"]
 
 
 class Terminal(io.StringIO):

@@ -113,7 +113,8 @@ def test_the_last_position_of_the_context_is_emitted_and_never_processed(engine)
     ],
 )
 def test_a_drafter_that_proposes_nonsense_is_named(engine, proposal, message):
-    emissions = SpeculativeDecoder(engine, Proposes(proposal)).generate([1, 2, 3])
+    options = SpeculativeDecodingOptions(num_draft_tokens=7)
+    emissions = SpeculativeDecoder(engine, Proposes(proposal), options).generate([1, 2, 3])
     with pytest.raises(DrafterError, match=message):
         next(emissions)
     assert list(engine.tokens) == [1, 2]
@@ -363,7 +364,8 @@ def test_a_draft_that_is_no_number_changes_no_token(placement):
     model.args.tie_word_embeddings = False
     model.model.embed_tokens.weight[poison] = mx.nan
     engine = StaticShapeEngine(model, max_context_length=N, tile_widths=(8,), placement=placement)
-    decoder = SpeculativeDecoder(engine, Proposes([poison, poison]))
+    options = SpeculativeDecodingOptions(num_draft_tokens=7)
+    decoder = SpeculativeDecoder(engine, Proposes([poison, poison]), options)
     emissions = decoder.generate([1, 5, 2], max_tokens=20)
     assert [emission.token for emission in emissions] == plain
     assert decoder.stats.forwards > decoder.stats.rounds

@@ -330,7 +330,13 @@ def test_a_toy_grammar_as_a_processor_holds_with_and_without_drafts():
         stats = SpeculationStats()
         drafter = PlannedDrafter(prompt + plain, [("right", 5), ("wrong", 3)], 1000)
         drafted = steps(
-            "llama", prompt, logits_processors=[alternate], drafter=drafter, stats=stats, **sampling
+            "llama",
+            prompt,
+            logits_processors=[alternate],
+            drafter=drafter,
+            num_draft_tokens=7,
+            stats=stats,
+            **sampling,
         )
         assert ids(drafted) == plain
         assert stats.accepted

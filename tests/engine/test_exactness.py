@@ -8,11 +8,13 @@ from dataclasses import replace
 import mlx.core as mx
 
 from mlxspec import StaticShapeEngine
-from mlxspec.engine.exactness import best_class, measured_in, width_classes
+from mlxspec.engine.exactness import best_class, width_classes
+from mlxspec.engine.measurements import measured_in
 from tests.families.tiny import tiny_model
 
 
-def test_a_width_whose_own_rows_differ_is_not_decoded_in(monkeypatch):
+def test_a_width_whose_own_rows_differ_is_not_decoded_in(monkeypatch, tmp_path):
+    monkeypatch.setattr("mlxspec.engine.measurements.cache_dir", lambda: tmp_path)
     right = StaticShapeEngine.verify
 
     def late_rows_differ(self, block, *arguments):

@@ -1,0 +1,159 @@
+"""What the adaptive draft count promises, on a virtual clock."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.simulate import CURVES, FLOOR, AgreementText, Curve, LookupText, decode
+from mlxspec.drafting import AdaptiveDraftCount
+from mlxspec.engine.costs import TileCosts
+
+LENGTH = 200
+LADDER = (1, 2, 4, 8, 16, 32)
+# A row more costs next to nothing; every row costs as much as the first.
+FLAT = TileCosts(((1, 1.0), (32, 1.5)))
+LINEAR = TileCosts(((1, 1.0), (32, 32.0)))
+
+
+def luck_of(runs):
+    """Right and wrong in turns, for as long as a text."""
+    agrees = [i % 2 == 0 for i, length in enumerate(runs) for _ in range(length)]
+    return (agrees * (LENGTH // len(agrees) + 1))[:LENGTH]
+
+
+def curve_of(steps):
+    """Each width of the ladder costs so much more than the one before."""
+    costs, cost = [], 0.0
+    for width, step in zip(LADDER, (1.0, *steps), strict=True):
+        cost += step
+        costs.append((width, cost))
+    return Curve("drawn", TileCosts(tuple(costs)), LADDER, "drawn")
+
+
+@given(
+    runs=st.lists(st.integers(1, 60), min_size=2, max_size=12),
+    steps=st.lists(st.floats(0.0, 8.0), min_size=5, max_size=5),
+    price=st.sampled_from([0.0, 0.05, 0.3]),
+    evidence=st.lists(st.integers(1, 40), min_size=1, max_size=20),
+)
+def test_no_luck_on_no_curve_costs_more_than_two_percent_of_plain(runs, steps, price, evidence):
+    by_position = (evidence * LENGTH)[:LENGTH]
+    text = AgreementText("drawn", luck_of(runs), price, None if price else by_position)
+    curve = curve_of(steps)
+    assert LENGTH / decode(text, curve).seconds >= FLOOR
+
+
+@pytest.mark.parametrize("curve", CURVES, ids=lambda curve: curve.name)
+def test_a_drafter_that_is_always_wrong_is_soon_left_alone(curve):
+    wrong = [False] * 1000
+    for text in (
+        AgreementText("lookup", wrong, 0.0, [8] * 1000),
+        AgreementText("model", wrong, 0.1),
+    ):
+        plain = curve.costs.of(curve.ladder[0])
+        run = decode(text, curve)
+        dear = sum(n for width, n in run.widths.items() if curve.costs.of(width) > 1.05 * plain)
+        assert dear < 20
+        assert 1000 * plain / run.seconds > 0.985
+
+
+@pytest.mark.parametrize("curve", CURVES, ids=lambda curve: curve.name)
+def test_what_repeats_is_gained_wherever_a_tile_is_cheaper_than_its_rows(curve):
+    story = [(7 * i + i * i // 5) % 999 for i in range(300)]
+    run = decode(LookupText("copy", [*story, 1000], story[5:]), curve)
+    least = min(curve.costs.of(width) / width for width in curve.ladder) / curve.costs.of(1)
+    assert len(story[5:]) * curve.costs.of(1) / run.seconds > 0.75 / least
+
+
+def width_of(drafts):
+    return next(width for width in LADDER if width > drafts)
+
+
+def rounds(adaptive, plan, *, name="lookup", evidence=8, limit=31):
+    """Let a controller decide; every round's draft is right or not, as the plan says."""
+    history = [1]
+    asked, kept = [], []
+    for right in plan:
+        adaptive.begin(history, limit, width_of)
+        budget = adaptive.budget(name)
+        seconds = 0.2 * budget if name == "model" else 0.0
+        count = adaptive.keep((name, evidence), budget, seconds, [1 if right else 0] * budget)
+        emitted = 1 + (count if right else 0)
+        adaptive.record(
+            drafted=count,
+            accepted=emitted - 1,
+            emitted=emitted,
+            width=width_of(count),
+            seconds=FLAT.of(width_of(count)),
+        )
+        history += [1] * emitted
+        asked.append(budget)
+        kept.append(count)
+    return asked, kept
+
+
+def test_a_long_match_is_drafted_long_at_once_and_a_short_one_is_not():
+    def first(costs, evidence):
+        return rounds(AdaptiveDraftCount(costs), [True], evidence=evidence)[1][0]
+
+    assert first(FLAT, 8) > 15
+    assert first(FLAT, 3) < first(FLAT, 8)
+    assert first(LINEAR, 8) == first(LINEAR, 30) == 0
+
+
+def test_a_draft_fills_the_tile_that_is_paid_for():
+    _, kept = rounds(AdaptiveDraftCount(FLAT), [True, False] * 20)
+    assert set(kept) <= {width - 1 for width in LADDER}
+    assert max(kept) > 0
+
+
+def test_a_parked_lookup_drafts_again_once_its_guesses_come_true():
+    adaptive = AdaptiveDraftCount(FLAT)
+    _, kept = rounds(adaptive, [False] * 80)
+    assert kept[-20:] == [0] * 20
+    _, kept = rounds(adaptive, [True] * 40)
+    assert any(kept)
+    assert all(kept[kept.index(max(kept)) :])
+
+
+def test_a_parked_draft_model_is_asked_for_nothing_but_now_and_then_and_ever_rarer():
+    adaptive = AdaptiveDraftCount(FLAT)
+    asked, _ = rounds(adaptive, [False] * 300, name="model", evidence=0)
+    trials = [i for i, budget in enumerate(asked) if budget]
+    assert len(trials) < 20
+    gaps = [b - a for a, b in pairwise(trials)]
+    assert gaps[-1] > 60
+    asked, _ = rounds(adaptive, [True] * 300, name="model", evidence=0)
+    assert all(asked[-10:])
+
+
+def test_one_slow_round_and_one_that_traced_change_no_length():
+    def lengths(slow, usual):
+        adaptive = AdaptiveDraftCount(FLAT)
+        rounds(adaptive, [True] * 5)
+        adaptive.begin([1] * 1000, 31, width_of)
+        adaptive.record(
+            drafted=0,
+            accepted=0,
+            emitted=1,
+            width=32,
+            seconds=slow,
+            usual=usual,
+        )
+        return rounds(adaptive, [True] * 20)[1]
+
+    assert lengths(100.0, True) == lengths(1.5, True)
+    assert lengths(1e6, False) == lengths(1.5, True)
+
+
+def test_measured_rounds_correct_a_wrong_curve():
+    # Every row costs as much as the first, and rows are believed to cost next to nothing.
+    linear = Curve("linear", LINEAR, LADDER, "")
+    text = AgreementText("half right", [i % 2 == 0 for i in range(1000)], 0.0, [8] * 1000)
+    believed = decode(text, linear, believed=FLAT)
+    assert 1000 / believed.seconds > 0.7
+    assert sum(rounds for width, rounds in believed.widths.items() if width > 4) < 20

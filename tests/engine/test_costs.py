@@ -1,0 +1,200 @@
+"""What a tile costs is measured within bounds, remembered, and changes no bit."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mlxspec
+from mlxspec import StaticShapeEngine
+from mlxspec.engine import costs as costs_module
+from mlxspec.engine.costs import (
+    BUDGET_IN_STEPS,
+    CANDIDATE_WIDTHS,
+    TileCosts,
+    measure_costs,
+    tile_widths_that_pay,
+)
+from mlxspec.engine.protocol import Capture
+from tests.families.tiny import tiny_model
+
+CHEAP_ROWS = TileCosts(tuple((width, 1.0 + 0.01 * width) for width in CANDIDATE_WIDTHS))
+PROMPT = [5, 6, 7, 8, 9] * 6
+
+
+class TimedEngine:
+    """An engine whose tiles cost what a table says, on a clock of its own."""
+
+    vocab_size = 100
+
+    def __init__(self, seconds_of):
+        self.seconds_of = seconds_of
+        self.now = 0.0
+        self.traced = set()
+        self.spent = 0.0
+
+    def verify(self, block):
+        seconds = self.seconds_of(len(block))
+        self.spent += seconds
+        self.now += seconds + (0 if len(block) in self.traced else 1000)
+        self.traced.add(len(block))
+
+    def reset(self, to):
+        pass
+
+    def clock(self):
+        return self.now
+
+
+@given(
+    slope=st.floats(0.0, 2.0),
+    jumps=st.dictionaries(st.sampled_from(CANDIDATE_WIDTHS[1:]), st.floats(0, 6)),
+)
+def test_a_measurement_costs_at_most_25_steps_beside_tracing(slope, jumps):
+    def seconds_of(width):
+        return 1.0 + slope * (width - 1) + sum(j for w, j in jumps.items() if w <= width)
+
+    engine = TimedEngine(seconds_of)
+    found = measure_costs(engine, CANDIDATE_WIDTHS, engine.clock)
+    # The last width may turn out dearer than the widths before it let expect.
+    overrun = 3 * (seconds_of(max(found.widths)) if jumps else 0)
+    assert engine.spent <= BUDGET_IN_STEPS * seconds_of(1) + 1 + overrun
+    for width in found.widths:
+        assert found.of(width) == pytest.approx(seconds_of(width))
+
+
+def test_widening_stops_once_a_row_costs_no_less():
+    linear = TimedEngine(lambda width: width / 10)
+    assert max(measure_costs(linear, CANDIDATE_WIDTHS, linear.clock).widths) <= 4
+    flat = TimedEngine(lambda width: 1 + width / 100)
+    assert max(measure_costs(flat, CANDIDATE_WIDTHS, flat.clock).widths) == 64
+    # Two rows may be dear where eight are cheap.
+    late = TimedEngine(lambda width: min(width, 2.2))
+    assert max(measure_costs(late, CANDIDATE_WIDTHS, late.clock).widths) >= 16
+
+
+def test_widths_that_save_nothing_are_left_out():
+    costs = TileCosts(((1, 1.0), (2, 1.5), (4, 1.51), (8, 3.1), (16, 3.0), (32, 9.0)))
+    assert tile_widths_that_pay(costs) == (1, 4, 16)
+
+
+def test_between_the_widths_measured_costs_lie_on_a_line():
+    costs = TileCosts(((1, 1.0), (8, 2.4)))
+    assert costs.of(4) == pytest.approx(1.6)
+    assert costs.of(16) == pytest.approx(4.0)
+    assert TileCosts(((8, 4.0),)).of(2) == pytest.approx(1.0)
+
+
+def test_costs_are_measured_once_for_a_model_and_again_for_another(monkeypatch, tmp_path):
+    monkeypatch.setattr("mlxspec.engine.measurements.cache_dir", lambda: tmp_path)
+    calls = []
+    monkeypatch.setattr(
+        "mlxspec.engine.static.measure_costs",
+        lambda engine, widths: calls.append(widths) or TileCosts(((1, 1.0), (2, 1.5))),
+    )
+
+    def costs(model, **options):
+        return StaticShapeEngine(model, max_context_length=77, **options).tile_costs
+
+    first = costs(tiny_model("llama"))
+    assert costs(tiny_model("llama", seed=1)) == first
+    assert len(calls) == 1
+    costs(tiny_model("qwen2"))
+    costs(tiny_model("llama"), tile_widths=(1, 4))
+    costs(tiny_model("llama"), span_step=16)
+    costs(tiny_model("llama", dtype=mx.bfloat16))
+    assert len(calls) == 5
+
+
+def test_an_engine_is_measured_without_being_touched(monkeypatch):
+    monkeypatch.setattr("mlxspec.engine.static.remembered_costs", lambda circumstances: None)
+    engine = StaticShapeEngine(tiny_model("gemma3_text"), max_context_length=100)
+    engine.prefill(PROMPT)
+    before = [mx.array(array) for array in engine._state.slots]
+    calls, traces = engine.call_count, engine.trace_count
+    costs = engine.tile_costs
+    assert costs.widths[0] == 1
+    assert all(seconds > 0 for _, seconds in costs.seconds)
+    assert (engine.call_count, engine.trace_count) == (calls, traces)
+    assert list(engine.tokens) == PROMPT
+    assert all(map(mx.array_equal, before, engine._state.slots))
+
+
+def cheap(monkeypatch):
+    monkeypatch.setattr("mlxspec.engine.static.remembered_costs", lambda circumstances: CHEAP_ROWS)
+
+
+@pytest.mark.parametrize("family", ["llama", "lfm2"])
+def test_a_default_ladder_is_widened_by_widths_that_compute_the_same_bits(family, monkeypatch):
+    cheap(monkeypatch)
+    engine = StaticShapeEngine(tiny_model(family), max_context_length=200, span_step=128)
+    wide = engine.widened()
+    assert wide.tile_widths[-1] == 64
+    assert set(engine.tile_widths) < set(wide.tile_widths)
+    rows = []
+    for each in (engine, wide):
+        each.prefill(PROMPT)
+        # 40 rows: three tiles or so of the one, one or two of the other.
+        rows.append(each.verify(range(1, 41), Capture(logits=True)))
+    assert rows[0].forwards > rows[1].forwards
+    assert mx.array_equal(rows[0].logits, rows[1].logits)
+    assert wide.widened() is wide
+    narrow = StaticShapeEngine(tiny_model(family), max_context_length=30, span_step=128)
+    assert narrow.widened().tile_widths[-1] == 24
+
+
+def test_widths_that_round_differently_are_left_out_unless_exactness_is_waived(monkeypatch):
+    cheap(monkeypatch)
+    monkeypatch.setattr("mlxspec.engine.static.remembered_classes", lambda circumstances: None)
+    monkeypatch.setattr("mlxspec.engine.static.remember_classes", lambda *measured: None)
+    own = (1, 2, 4, 8, 16)
+    monkeypatch.setattr(
+        "mlxspec.engine.static.width_classes",
+        lambda engine, widths: [(*own, 24), tuple(w for w in widths if w not in (*own, 24))],
+    )
+    monkeypatch.setattr("mlxspec.engine.static.best_class", lambda classes: own)
+    model = tiny_model("llama")
+    assert StaticShapeEngine(model).widened().tile_widths == (*own, 24)
+    assert StaticShapeEngine(model, exact=False).widened().tile_widths[-1] == 64
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {"tile_widths": (1, 8)}),
+        ("gemma3_text", {}),
+        ("mamba2", {}),
+    ],
+)
+def test_a_ladder_that_was_chosen_or_that_a_wider_one_would_disturb_stays(
+    family, options, monkeypatch
+):
+    cheap(monkeypatch)
+    engine = StaticShapeEngine(tiny_model(family), **options)
+    assert engine.widened() is engine
+
+
+@pytest.mark.usefixtures("adaptive_by_default")
+def test_a_kept_engine_is_widened_for_plain_decoding_too(monkeypatch):
+    cheap(monkeypatch)
+    model = tiny_model("llama")
+    options = {"max_context_length": 200, "max_tokens": 60}
+    plain = [t for t, _, _ in mlxspec.generate_step(PROMPT, model, **options)]
+    drafted = [t for t, _, _ in mlxspec.generate_step(PROMPT, model, prompt_lookup=True, **options)]
+    again = [t for t, _, _ in mlxspec.generate_step(PROMPT, model, **options)]
+    assert plain == drafted == again
+    kept = [engine for _, engine in model.__dict__["_mlxspec_engines"]]
+    assert [engine.tile_widths[-1] for engine in kept] == [64]
+
+
+def test_a_file_that_holds_no_costs_is_measured_again(monkeypatch):
+    for stored in ({}, {"seconds": []}, {"seconds": [[1, -1.0]]}, {"seconds": "x"}):
+        monkeypatch.setattr(
+            "mlxspec.engine.measurements._file_for",
+            lambda circumstances, stored=stored: SimpleNamespace(read_text=lambda: str(stored)),
+        )
+        assert costs_module.remembered_costs({}) is None

@@ -134,7 +134,7 @@ def _drafts(
         if where == workload:
             at, lengths = zip(*figures["drafts"], strict=True)
             axes.plot(at, lengths, ".", markersize=5, color=colours[name], alpha=0.8)
-            axes.set_xlim(0, figures["tokens"])
+            axes.set_xlim(-0.02 * figures["tokens"], figures["tokens"])
     axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
     axes.set_title(_title(workload), fontsize=9)
     axes.set_xlabel("tokens emitted", fontsize=9)

@@ -104,6 +104,16 @@ def test_nothing_kept_leaves_the_state_that_a_verify_of_the_tokens_would(family,
         assert mx.array_equal(rows, expected)
 
 
+def test_a_recurrent_state_arrives_where_a_rollout_begins_so_that_no_step_feeds_a_token_twice():
+    engine, _ = engines("lfm2", (1, 2, 4, 8))
+    engine.reset(0)
+    engine.prefill([1, 2, 3, 4, 5])
+    for pending, count in ((3, 5), (1, 4), (2, 6)):
+        rollout = engine.roll_out([7] * pending, count)
+        assert len(rollout.nan_counts) == pending + count - 1
+        engine.keep(count - 1)
+
+
 def test_what_cannot_be_rolled_out_is_refused_and_changes_nothing():
     engine, _ = engines("llama")
     engine.reset(0)

@@ -205,13 +205,15 @@ class Conversation:
         finally:
             if tokens:
                 ending = self._ending(reason, len(tokens))
-                ends = ending == "stop" and tokens[-1] in self.tokenizer.eos_token_ids
-                end = [tokens.pop()] if ends else []
+                if ending == "stop" and tokens[-1] in self.tokenizer.eos_token_ids:
+                    # The template writes it, or what it has in its place.
+                    del tokens[-1]
                 if ending == "interrupted":
                     # What a detokenizer held back, up to the last whole character.
                     text = _text(self.tokenizer, tokens).rstrip("\ufffd")
                 lead = "" if self.has_template else _lead(self.tokenizer, fed.ids, tokens)
-                self._fed = fed.extended(_pieces(self.tokenizer, lead, text, tokens, end))
+                count, begin = _standing_for(self.tokenizer, text, tokens)
+                self._fed = fed.extended(lead + begin, tokens[:count])
                 self.turns.append(Turn(message, lead + text, ending, stats))
 
     def _ending(self, reason: str | None, count: int) -> Ending:
@@ -296,25 +298,13 @@ def _lead(tokenizer: TokenizerWrapper, before: list[int], tokens: list[int]) -> 
     return joined.removesuffix(text) if joined.endswith(text) else ""
 
 
-def _pieces(
-    tokenizer: TokenizerWrapper, lead: str, text: str, tokens: list[int], end: list[int]
-) -> list[tuple[str, list[int]]]:
-    """An answer as texts and the ids that stand for them, as far as they do.
+def _standing_for(tokenizer: TokenizerWrapper, text: str, tokens: list[int]) -> tuple[int, str]:
+    """How many of an answer's tokens stand for a beginning of its text, and that beginning.
 
-    A text that a stop string cut, or an interruption inside a character, ends inside a token.
-
-    Args:
-        tokenizer: The tokenizer.
-        lead: What stands before the answer's text, see `_lead`.
-        text: The answer.
-        tokens: What was emitted, without the end token.
-        end: The end token, if one was emitted.
+    All do, unless a stop string or an interruption ended the text inside a token or a character.
     """
-    if _text(tokenizer, tokens) == text:
-        ends = [(tokenizer.convert_ids_to_tokens(token), [token]) for token in end]
-        return [(lead + text, tokens), *ends]
-    for count in range(len(tokens) - 1, 0, -1):
+    for count in range(len(tokens), 0, -1):
         begin = _text(tokenizer, tokens[:count])
         if text.startswith(begin):
-            return [(lead + begin, tokens[:count])]
-    return []
+            return count, begin
+    return 0, ""

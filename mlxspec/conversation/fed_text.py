@@ -7,7 +7,7 @@ wherever the chat template gives back the very text they stand for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 Encode = Callable[[str], list[int]]
@@ -46,11 +46,7 @@ class FedText:
                 return FedText(text, ids, (*self.cuts[: place + 1], (len(text), len(ids))))
         return FedText(text, whole, ((len(text), len(whole)),))
 
-    def extended(self, pieces: Sequence[tuple[str, list[int]]]) -> FedText:
-        """This text with pieces of text and their ids after it, and a cut after each."""
-        text, ids, cuts = self.text, list(self.ids), list(self.cuts)
-        for piece, tokens in pieces:
-            text += piece
-            ids += tokens
-            cuts.append((len(text), len(ids)))
-        return FedText(text, ids, tuple(cuts))
+    def extended(self, text: str, ids: list[int]) -> FedText:
+        """This text with what was emitted after it, a cut at its end."""
+        text, ids = self.text + text, self.ids + ids
+        return FedText(text, ids, (*self.cuts, (len(text), len(ids))))

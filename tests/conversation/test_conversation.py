@@ -84,25 +84,29 @@ def test_the_model_is_fed_what_the_template_renders(
             assert turn.stats.reused_tokens == len(before) + len(tokens) - 1
 
 
+@pytest.mark.parametrize(("stop", "text", "count"), [((), "Once", 4), (["ce"], "On", 2)])
 def test_ids_that_the_tokenizer_would_not_choose_are_fed_as_they_were_emitted(
-    teller: Any, engine: Any, tokenizer: Any, fed: list[list[int]]
+    stop: Any, text: str, count: int, teller: Any, engine: Any, tokenizer: Any, fed: list[list[int]]
 ) -> None:
     """A processor makes the model spell a word that the tokenizer has whole."""
     spelt = tokenizer.convert_tokens_to_ids(list("Once"))
-    assert tokenizer.encode("Once", add_special_tokens=False) != spelt
+    assert tokenizer.encode(text, add_special_tokens=False) != spelt[:count]
 
     def spell(tokens: mx.array, logits: mx.array) -> mx.array:
         written = tokens.shape[0] - len(fed[-1])
         wanted = mx.arange(logits.shape[-1]) == [*spelt, tokenizer.eos_token_id][written]
         return mx.where(wanted, 0.0, -1e9)[None]
 
-    conversation = Conversation(teller, tokenizer, engine=engine, logits_processors=[spell])
-    assert say(conversation, "two") == ("Once", [*spelt, tokenizer.eos_token_id])
+    options = {"logits_processors": [spell], "stop_strings": stop}
+    conversation = Conversation(teller, tokenizer, engine=engine, **options)
+    end = [] if stop else [tokenizer.eos_token_id]
+    assert say(conversation, "two") == (text, [*spelt, *end])
     say(conversation, "dogs")
-    assert fed[1][: len(fed[0]) + 5] == [*fed[0], *spelt, tokenizer.eos_token_id]
+    after = [*fed[0], *spelt[:count], tokenizer.eos_token_id]
+    assert fed[1][: len(after)] == after
 
 
-@pytest.mark.parametrize("drafting", [{}, {"prompt_lookup": True}])
+@pytest.mark.parametrize("drafting", [{"stop_strings": ["at all of"]}, {"prompt_lookup": True}])
 def test_an_answer_stopped_anywhere_stays_as_far_as_it_came_and_the_next_turn_is_right(
     drafting: dict, teller: Any, engine: Any, tokenizer: Any, fed: list[list[int]]
 ) -> None:
@@ -117,10 +121,11 @@ def test_an_answer_stopped_anywhere_stays_as_far_as_it_came_and_the_next_turn_is
         assert turn.ending == ("interrupted" if count < len(whole) else "stop")
         assert turn.stats.emitted == count
         _, after = say(conversation, "two")
-        known = tokenizer.encode(turn.answer, add_special_tokens=False)
+        said = tokens[:-1] if count == len(whole) else tokens
         # Only an unfinished character is left out.
-        assert len(known) >= min(count, len(whole) - 1) - 3
-        assert fed[-1][: len(fed[-2]) + len(known)] == fed[-2] + tokens[: len(known)]
+        assert turn.answer == tokenizer.decode(said).rstrip("\ufffd")
+        known = tokenizer.encode(turn.answer, add_special_tokens=False)
+        assert fed[-1][: len(fed[-2]) + len(known)] == fed[-2] + said[: len(known)]
         assert after == fresh_tokens(teller, tokenizer, fed[-1])
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from mlxspec.cli import generate, options
 from mlxspec.cli.arguments import decoding_arguments, engine_arguments
+from mlxspec.cli.cached_prompt import CachedPrompt
 from mlxspec.cli.chat_input import line_reader, terminal_reader
 from mlxspec.cli.chat_session import ChatSession
 from mlxspec.cli.checks import (
@@ -25,12 +26,15 @@ from mlxspec.cli.grammars import constraint_arguments, grammar_of
 from mlxspec.cli.loading import Loaded, load_for
 from mlxspec.cli.output import DraftStyle, draft_style, print_any_character
 from mlxspec.cli.prompts import prompt_ids
+from mlxspec.errors import MlxspecError
 
 if TYPE_CHECKING:
     from mlxspec.constraints.grammar import Grammar
     from mlxspec.conversation import Conversation
 
 _NAME = "mlxspec chat"
+# The name of a conversation among the texts of a prompt cache: `mlxspec.conversation.files`'s.
+_CONVERSATION = "conversation"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,11 +80,17 @@ def _run(argv: Sequence[str] | None) -> int:
     grammar = grammar_of(args)
     for note in grammar.notes if grammar else ():
         warn(_NAME, f"--json-schema {args.json_schema.path}: {note}")
+    cached = CachedPrompt.of(parser, args)
+    if cached is not None and _CONVERSATION not in cached.header.metadata:
+        raise UsageError(
+            f"--prompt-cache-file {cached.path}: it holds a prompt and no conversation; `/save "
+            "FILE.safetensors` in a chat writes one, and `mlxspec generate` goes on from a prompt"
+        )
     on_terminal = _is_terminal(sys.stdin) and (_is_terminal(sys.stdout) or _is_terminal(sys.stderr))
     style = draft_style(sys.stdout, os.environ) if args.show_drafts else None
     warn_of_idle(_NAME, without_effect(parser, args) + invisible_drafts(args, style))
     read_line = terminal_reader() if on_terminal else line_reader(sys.stdin)
-    loaded = load_for(args, args.draft_model)
+    loaded = load_for(args, args.draft_model, cached.refuse_structure if cached else None)
     # What the template refuses of the system prompt it refuses now, before weights are read.
     prompt_ids(loaded.tokenizer, "hello", args)
     if not loaded.tokenizer.has_chat_template and not args.ignore_chat_template:
@@ -94,27 +104,34 @@ def _run(argv: Sequence[str] | None) -> int:
     print_any_character(sys.stdout)
     if on_terminal:
         print(_greeting(args, loaded, style), file=sys.stderr)
-    conversation = _conversation(loaded, args, grammar)
+    conversation = _conversation(loaded, args, grammar, cached)
+    if conversation.turns:
+        print(f"[going on after {len(conversation.turns)} turns]", file=sys.stderr)
     session = ChatSession(conversation, read_line, args.model, style, on_terminal=on_terminal)
     return session.run()
 
 
-def _conversation(loaded: Loaded, args: Namespace, grammar: Grammar | None) -> Conversation:
+def _conversation(
+    loaded: Loaded, args: Namespace, grammar: Grammar | None, cached: CachedPrompt | None
+) -> Conversation:
     """A conversation over an engine of its own; the grammar is every answer's.
 
     Raises:
+        PromptCacheError: The file of a conversation is damaged, or belongs to other weights.
         UsageError: What only the engine can know, such as the widths that this device leaves it.
     """
     import mlx.core as mx
 
     from mlxspec.conversation import Conversation
+    from mlxspec.conversation.files import resume_conversation
     from mlxspec.engine.pool import ENGINE_KINDS
 
     templated = loaded.tokenizer.has_chat_template and not args.ignore_chat_template
     options = {k: v for k, v in engine_arguments(args, loaded).items() if v is not None}
+    constraint = constraint_arguments(grammar, loaded)
     mx.eval(loaded.model.parameters())
     try:
-        return Conversation(
+        conversation = Conversation(
             loaded.model,
             loaded.tokenizer,
             engine=ENGINE_KINDS[args.engine](loaded.model, **options),
@@ -124,9 +141,14 @@ def _conversation(loaded: Loaded, args: Namespace, grammar: Grammar | None) -> C
             chat_template_config=args.chat_template_config,
             use_chat_template=templated,
             **decoding_arguments(args, loaded),
-            **constraint_arguments(grammar, loaded),
+            **constraint,
         )
+        if cached is not None:
+            resume_conversation(conversation, cached.path)
+        return conversation
     except ValueError as problem:
+        if isinstance(problem, MlxspecError):
+            raise
         raise UsageError(str(problem)) from problem
 
 

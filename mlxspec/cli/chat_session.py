@@ -26,7 +26,8 @@ _HELP = '''\
   /help           this list (h)
   /stats          figures of the last answer and of the conversation
   /reset          forget the conversation; the system prompt stays (r)
-  /save FILE      write the conversation to FILE.json or FILE.md; /save! replaces a file
+  /save FILE      write the conversation to FILE.json or FILE.md, or what the model holds of it to
+                  FILE.safetensors for --prompt-cache-file; /save! replaces a file
   /exit           leave (q, Ctrl-D)
 A message of several lines stands between """ and """, or its lines end in a backslash.
 Ctrl-C stops an answer, or gives up a line. A line that begins with a space is always a message.'''
@@ -228,7 +229,7 @@ class ChatSession:
             return
         try:
             save_conversation(self.conversation, path, model=self.model)
-        except (OSError, ValueError) as problem:
+        except (OSError, ValueError, MlxspecError) as problem:
             self._say(f"/save: {problem}")
             return
         self._saved.add(path)

@@ -169,6 +169,13 @@ def add_chat_options(parser: ArgumentParser) -> None:
         group, ignoring="make one running text of the conversation, which the model goes on with"
     )
     group.add_argument(
+        "--prompt-cache-file",
+        type=existing_file,
+        metavar="FILE",
+        help="go on with the conversation that /save FILE.safetensors has written; its model and "
+        "quantization are used where others are not named",
+    )
+    group.add_argument(
         "--context-policy",
         type=one_of("stop", "trim"),
         default="stop",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -180,6 +180,38 @@ class Conversation:
         )
         self._first = first
         return self._answer(message, fed, responses, stats)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All that `restorer` needs to go on from here, ready for JSON."""
+        return {
+            "system_prompt": self.system_prompt,
+            "turns": [[turn.message, turn.answer, turn.ending] for turn in self.turns],
+            "dropped_turns": self._first,
+            "text": self._fed.text,
+            "ids": self._fed.ids,
+            "cuts": self._fed.cuts,
+        }
+
+    def restorer(self, saved: Mapping[str, Any]) -> Callable[[], None]:
+        """Check what `as_dict` gave, and return what puts it in the place of this conversation.
+
+        Raises:
+            KeyError, TypeError, ValueError: It is none.
+        """
+        turns = [
+            Turn(str(message), str(answer), ending, SpeculationStats())
+            for message, answer, ending in saved["turns"]
+        ]
+        ids = [int(token) for token in saved["ids"]]
+        cuts = tuple((int(characters), int(count)) for characters, count in saved["cuts"])
+        fed = FedText(str(saved["text"]), ids, cuts)
+        first, system_prompt = int(saved["dropped_turns"]), saved["system_prompt"]
+
+        def restore() -> None:
+            self.turns, self._first, self._fed = turns, first, fed
+            self.system_prompt = system_prompt
+
+        return restore
 
     def reset(self) -> None:
         """Forget every turn; the system prompt stays."""

@@ -1,35 +1,90 @@
-"""A conversation as a file: JSON or Markdown, written whole or not at all."""
+"""A conversation as a file: JSON or Markdown to read, a prompt cache to go on from."""
 
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from mlxspec._version import __version__
 from mlxspec.conversation.conversation import Conversation
+from mlxspec.decoding.turns import common_length
+from mlxspec.errors import PromptCacheError
+from mlxspec.prompt_cache import load_prompt_cache, read_prompt_cache_header, save_prompt_cache
+from mlxspec.whole_files import replacing
+
+# The text of a prompt cache that is the conversation itself.
+CONVERSATION = "conversation"
 
 
 def save_conversation(conversation: Conversation, path: str | Path, *, model: str) -> None:
-    """Write every turn, and what was counted, in the form that the file's name asks for.
+    """Write every turn in the form that the file's name asks for.
 
     Args:
-        conversation: The conversation.
-        path: Ends in .json or .md. A file of that name is replaced when the new one is complete.
+        conversation: The conversation, of which no answer is being generated.
+        path: Ends in .json, .md or .safetensors: what the engine holds, which
+            `resume_conversation` reads. A file of that name is replaced when the new one is
+            complete.
         model: How the file calls the model.
 
     Raises:
         ValueError: Another ending.
+        PromptCacheError: The engine's state cannot be written, or there is none.
+        EngineBusy: An answer is being generated.
         OSError: The file cannot be written; what stood there before still stands there.
     """
     path = Path(path)
-    form = FORMS.get(path.suffix.lower())
-    if form is None:
-        raise ValueError(f"expected a name that ends in {' or '.join(FORMS)}, got {str(path)!r}")
-    write_whole(path, form(conversation, model))
+    form = path.suffix.lower()
+    if form == ".safetensors":
+        _save_state(conversation, path, model)
+    elif form in _FORMS:
+        with replacing(path) as scratch:
+            scratch.write_text(
+                _FORMS[form](conversation, model), encoding="utf-8", errors="replace"
+            )
+    else:
+        names = ", ".join(_FORMS)
+        raise ValueError(f"expected a name that ends in {names} or .safetensors, got {str(path)!r}")
+
+
+def resume_conversation(conversation: Conversation, path: str | Path) -> None:
+    """Put a saved conversation in the place of this one, and what its engine held into this one's.
+
+    Args:
+        conversation: Over an engine of the same model and quantisation. Its options stay its own,
+            but for the system prompt.
+        path: Written by `save_conversation` as .safetensors.
+
+    Raises:
+        PromptCacheError: The file holds no conversation, is damaged, or was made with another
+            model. The conversation is as it was.
+        EngineBusy: An answer is being generated.
+        OSError: The file cannot be read.
+    """
+    header = read_prompt_cache_header(path)
+    if header is None or CONVERSATION not in header.metadata:
+        raise PromptCacheError(f"{path} holds no conversation, only a prompt")
+    try:
+        saved = json.loads(header.metadata[CONVERSATION])
+        restore = conversation.restorer(saved)
+    except (KeyError, TypeError, ValueError) as problem:
+        raise PromptCacheError(f"{path} is damaged: its conversation cannot be read") from problem
+    load_prompt_cache(path, conversation.engine)
+    restore()
+
+
+def _save_state(conversation: Conversation, path: Path, model: str) -> None:
+    saved = conversation.as_dict()
+    if not conversation.turns:
+        raise PromptCacheError("nothing was said yet, so there is nothing to go on from")
+    engine = conversation.engine
+    shared = common_length(engine.tokens, saved["ids"])
+    if shared < engine.processed_token_count:
+        # A message whose answer had not begun is forgotten, also by the engine.
+        engine.reset(engine.longest_rewind(shared))
+    metadata = {"model": model, CONVERSATION: json.dumps(saved)}
+    save_prompt_cache(path, engine, metadata)
 
 
 def as_json(conversation: Conversation, model: str) -> str:
@@ -52,22 +107,4 @@ def as_markdown(conversation: Conversation, model: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-FORMS: dict[str, Callable[[Conversation, str], str]] = {".json": as_json, ".md": as_markdown}
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file beside its place and move it there, so that no half of it is ever seen."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        # A temporary file is its owner's alone; a text that someone saves is like any other.
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(name, 0o666 & ~mask)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+_FORMS: dict[str, Callable[[Conversation, str], str]] = {".json": as_json, ".md": as_markdown}

@@ -117,7 +117,7 @@ def test_commands_are_obeyed_and_others_are_explained(chat: Chat, tmp_path: Path
     assert notices.splitlines()[0] == f"[saved to {name}]"
     assert notices.splitlines()[1].startswith("[there is no command /sav (did you mean /save?)")
     assert notices.splitlines()[2].startswith("[/save needs a file")
-    assert "expected a name that ends in .json or .md" in notices.splitlines()[3]
+    assert "expected a name that ends in .json, .md or .safetensors" in notices.splitlines()[3]
     assert "No such file or directory" in notices.splitlines()[4]
     assert notices.splitlines()[5:] == ["[the conversation is forgotten]"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["chat.md"]
@@ -189,6 +189,34 @@ def test_a_model_without_a_template_is_one_running_text_and_says_so(
     assert outcome.out == "a time there was\nlazy dogs while nobody\n"
     assert "has no chat template: the conversation is one running text" in outcome.err
     assert "without effect: --system-prompt (the model has no chat template)" in outcome.err
+
+
+def test_a_saved_chat_goes_on_in_another(chat: Chat, story_model: Path, tmp_path: Path) -> None:
+    name = tmp_path / "chat.safetensors"
+    whole = chat("two\none quick\ndogs\n", "-m", 30, "--prompt-lookup", "--system-prompt", "Tell.")
+    begin = chat(f"two\none quick\n/save {name}\n", "-m", 30, "--system-prompt", "Tell.")
+    assert f"[saved to {name}]" in begin.err
+    resumed = ["--prompt-cache-file", name, "-m", 30, "--prompt-lookup"]
+    end = chat("dogs\n/stats\n", *resumed)
+    assert (begin.out + end.out).startswith(whole.out)
+    assert "[going on after 2 turns]" in end.err
+    assert re.search(r"Turns: (\d+) of (\d+) prompt tokens reused", end.out)
+    assert "The conversation: 3 turns" in end.out
+    outcome = chat("dogs", *resumed, "--engine", "dynamic")
+    assert (outcome.code, outcome.out) == (2, "")
+    prompt = tmp_path / "prompt.safetensors"
+    words = ["cache-prompt", "--model", str(story_model), "-p", "two", "--prompt-cache-file"]
+    assert main([*words, str(prompt)]) == 0
+    outcome = chat("dogs", "--prompt-cache-file", prompt)
+    assert "it holds a prompt and no conversation" in outcome.err
+    assert outcome.code == 2
+
+
+def test_a_draft_model_drafts_in_a_chat(chat: Chat, story_model: Path) -> None:
+    plain = chat("two\ndogs\n", "-m", 30)
+    drafted = chat("two\ndogs\n/stats", "-m", 30, "--draft-model", story_model)
+    assert drafted.out.startswith(plain.out)
+    assert re.search(r"drafted, \d+ accepted \(100%\)", drafted.out)
 
 
 def test_every_answer_is_what_a_grammar_asks_for(chat: Chat) -> None:

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 import mlxspec
 from mlxspec import ContextFull, Conversation, EngineBusy, SpeculationStats, StaticShapeEngine
-from mlxspec.conversation.files import save_conversation
+from mlxspec.conversation import resume_conversation, save_conversation
+from mlxspec.errors import PromptCacheError
 from mlxspec.generation import stream_generate
+from mlxspec.prompt_cache import save_prompt_cache
 from tests.cli.story_model import STORY, TEMPLATE, WORDS
 
 MESSAGES = ["Once upon a", "one quick brown fox jumping", f"{WORDS} at all {WORDS}", "two"]
@@ -371,8 +373,53 @@ def test_a_file_is_written_whole_or_not_at_all(
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("chat.md", "what was there")]
     save_conversation(conversation, path, model="story")
     assert path.read_text() == f"# Chat with story\n\n## User\n\ntwo\n\n## Assistant\n\n{STORY}\n"
-    with pytest.raises(ValueError, match=r"ends in .json or .md"):
+    with pytest.raises(ValueError, match=r"ends in .json, .md or .safetensors"):
         save_conversation(conversation, tmp_path / "chat.txt", model="story")
+
+
+def test_a_saved_conversation_goes_on_as_if_it_had_never_stopped(
+    teller: Any, tokenizer: Any, fed: list[list[int]], tmp_path: Any
+) -> None:
+    path = tmp_path / "chat.safetensors"
+    first = Conversation(teller, tokenizer, system_prompt="Tell.", prompt_lookup=True)
+    say(first, "two")
+    say(first, "dogs")
+    first.reply("forgotten").close()
+    stop = lambda processed, total: 1 / 0  # noqa: E731
+    with pytest.raises(ZeroDivisionError):
+        next(first.reply(f"forgotten {WORDS}", prompt_progress_callback=stop))
+    save_conversation(first, path, model="story")
+    assert b"forgotten" not in path.read_bytes()
+    second = Conversation(teller, tokenizer, system_prompt="Another.", prompt_lookup=True)
+    resume_conversation(second, path)
+    assert second.messages == first.messages
+    held = len(second.engine.tokens)
+    assert held > len(fed[1])
+    assert say(second, "one quick") == say(first, "one quick")
+    assert fed[-1] == fed[-2]
+    assert second.turns[-1].stats.reused_tokens == held
+    assert [turn.ending for turn in second.turns] == ["stop"] * 3
+
+
+def test_a_file_without_a_conversation_changes_nothing(
+    teller: Any, tokenizer: Any, tmp_path: Any
+) -> None:
+    conversation = Conversation(teller, tokenizer)
+    path = tmp_path / "chat.safetensors"
+    with pytest.raises(PromptCacheError, match="nothing was said yet"):
+        save_conversation(conversation, path, model="story")
+    assert not list(tmp_path.iterdir())
+    say(conversation, "two")
+    before = list(conversation.engine.tokens), list(conversation.turns)
+    for metadata, message in (
+        ({}, "holds no conversation"),
+        ({"conversation": "{"}, "is damaged"),
+        ({"conversation": '{"turns": [1]}'}, "is damaged"),
+    ):
+        save_prompt_cache(path, conversation.engine, metadata)
+        with pytest.raises(PromptCacheError, match=message):
+            resume_conversation(conversation, path)
+    assert (list(conversation.engine.tokens), list(conversation.turns)) == before
 
 
 def _full_disk(handle: int) -> None:

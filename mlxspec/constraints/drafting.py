@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,7 +10,7 @@ from mlxspec.constraints.lookahead import Lookahead
 from mlxspec.decoding.decoder import checked_proposal
 from mlxspec.decoding.target import TargetChoice
 from mlxspec.drafting.device import DeviceDraft
-from mlxspec.drafting.protocol import Drafter, TargetedDrafter, source_of
+from mlxspec.drafting.protocol import Drafter, TargetedDrafter, budget_for, source_of
 from mlxspec.engine.tokens import TokenView, token_ids
 
 
@@ -29,6 +29,7 @@ class ConstrainedDrafter:
         self._drafter = drafter
         self._lookahead = lookahead
         self._guessed = False
+        self.budget_of: Callable[[str], int] | None = None
         # What the other drafter was shown beyond the history, and where it began.
         self._shown: tuple[int, list[int]] = (0, [])
         # The longest text that its last proposal can have been accepted into, if there is one.
@@ -61,9 +62,8 @@ class ConstrainedDrafter:
             seen = TokenView(history)
             for token in draft:
                 seen = TokenView(seen, last=token)
-            guess = checked_proposal(
-                self._drafter, seen, budget - len(draft), self._lookahead.vocab_size
-            )
+            asked = budget_for(self._drafter, budget - len(draft), self.budget_of)
+            guess = checked_proposal(self._drafter, seen, asked, self._lookahead.vocab_size)
             if isinstance(guess, DeviceDraft):
                 # Where the grammar cuts it, the host decides.
                 guess = token_ids(guess.tokens, self._lookahead.vocab_size, "draft")

@@ -25,7 +25,7 @@ from mlxspec.decoding.target import TargetChoice
 from mlxspec.decoding.turns import Prefix, held_prefix
 from mlxspec.drafting.adaptive import AdaptiveDraftCount
 from mlxspec.drafting.device import DeviceDraft
-from mlxspec.drafting.protocol import Drafter, TargetedDrafter, source_of
+from mlxspec.drafting.protocol import Drafter, TargetedDrafter, budget_for, source_of
 from mlxspec.engine.costs import ASSUMED_COSTS
 from mlxspec.engine.protocol import ProgressCallback, SpeculativeEngine, VerifyRows
 from mlxspec.engine.tokens import TokenView, token_ids
@@ -169,12 +169,17 @@ class SpeculativeDecoder:
             anchor = prompt[-1]
             room = self.engine.max_context_length - len(prompt)
             wanted = room if max_tokens < 0 else min(max_tokens, room)
-            while True:
-                emitted, newest = yield from self._round(anchor, stop_tokens, wanted)
-                if newest.finish_reason is not None:
-                    return
-                anchor = newest.token
-                wanted -= emitted
+            try:
+                while True:
+                    emitted, newest = yield from self._round(anchor, stop_tokens, wanted)
+                    if newest.finish_reason is not None:
+                        return
+                    anchor = newest.token
+                    wanted -= emitted
+            finally:
+                learn = getattr(self.engine, "learn_tile_costs", None)
+                if self._adaptive is not None and learn is not None:
+                    learn(self._adaptive.costs())
 
     def _round(
         self, anchor: int, stop_tokens: frozenset[int], wanted: int
@@ -315,10 +320,10 @@ class SpeculativeDecoder:
         history = TokenView(self.engine.tokens, last=anchor)
         self._shown = len(history)
         forwards = self._targeted.forward_count if self._targeted else 0
-        adaptive, budget = self._adaptive, limit
+        adaptive = self._adaptive
         if adaptive is not None:
             adaptive.begin(history, limit, self._tile_width_for)
-            budget = adaptive.budget(source_of(self.drafter)[0])
+        budget = budget_for(self.drafter, limit, None if adaptive is None else adaptive.budget)
         asked = self._clock()
         draft = checked_proposal(self.drafter, history, budget, self.engine.vocab_size)
         if adaptive is not None:
@@ -326,7 +331,7 @@ class SpeculativeDecoder:
             known = None if isinstance(draft, DeviceDraft) else draft
             took += draft.seconds if isinstance(draft, DeviceDraft) else 0.0
             kept = adaptive.keep(source_of(self.drafter), len(draft), took, known)
-            self.stats.parked_rounds += not kept and (len(draft) > 0 or budget < limit)
+            self.stats.parked_rounds += not kept and (len(draft) > 0 or adaptive.parked)
             draft = draft[:kept]
         if self._targeted is not None:
             self.stats.draft_forwards += self._targeted.forward_count - forwards

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -142,6 +142,9 @@ class AdaptiveDraftCount:
     Args:
         costs: Seconds of a tile by its width; measured rounds correct them.
         plain_width: Rows of the tile that decodes plainly.
+
+    Attributes:
+        parked: Whether a source that costs time was asked for nothing in this round.
     """
 
     def __init__(self, costs: TileCosts, plain_width: int = 1):
@@ -154,9 +157,10 @@ class AdaptiveDraftCount:
         self._emitted = 0
         self._limit = 0
         self._width_of: WidthOf = lambda drafts: drafts + 1
+        self.parked = False
         self._draft_seconds = 0.0
         self._drafted: tuple[_Drafting, int, bool] | None = None
-        self._on_trial = False
+        self._on_trial: str | None = None
 
     def begin(self, history: Sequence[int], limit: int, width_of: WidthOf) -> None:
         """A round begins.
@@ -170,9 +174,10 @@ class AdaptiveDraftCount:
         # Where all that is known of plain decoding is old, a plain step says what it costs now.
         self._limit = 0 if self._costs.outdated(self._plain_width) else limit
         self._width_of = width_of
+        self.parked = False
         self._draft_seconds = 0.0
         self._drafted = None
-        self._on_trial = False
+        self._on_trial = None
 
     def budget(self, name: str) -> int:
         """How many tokens to ask a source for: all that can be used where they cost nothing."""
@@ -183,10 +188,11 @@ class AdaptiveDraftCount:
         # What evidence there will be is not known yet: as much as last time.
         count = self._best(drafting, drafting.choice[0], self._limit, cost)
         if count == 0:
+            self.parked = True
             drafting.parked_for += 1
             if drafting.parked_for >= drafting.interval:
                 count = self._trial(cost)
-                self._on_trial = count > 0
+                self._on_trial = name if count else None
         return count
 
     def keep(
@@ -211,7 +217,7 @@ class AdaptiveDraftCount:
             return 0
         if tokens is not None:
             self._remember(_Guess(drafting, evidence, list(tokens)))
-        if not self._on_trial and name != _CERTAIN:
+        if self._on_trial != name and name != _CERTAIN:
             count = self._best(drafting, evidence, count, 0.0)
         drafting.choice = (evidence, count)
         self._drafted = (drafting, evidence, tokens is not None)
@@ -247,13 +253,18 @@ class AdaptiveDraftCount:
                 for index in range(min(accepted + 1, drafted)):
                     drafting.observe(evidence + index, index < accepted)
             drafting.parked_for = 0
-            if self._on_trial and accepted == 0:
+            on_trial = self._on_trial == drafting.name
+            if on_trial and accepted == 0:
                 drafting.interval = min(2 * drafting.interval, _LONGEST_TRIAL_INTERVAL)
             elif accepted:
-                drafting.interval = 1 if self._on_trial else _TRIAL_INTERVAL
+                drafting.interval = 1 if on_trial else _TRIAL_INTERVAL
         self._emitted += emitted
         income = _INCOME_PER_TOKEN * emitted if self._emitted > _CAPITAL_FOR else 0.0
         self._capital += emitted + income - spent / self._plain_cost
+
+    def costs(self) -> TileCosts:
+        """Seconds of a tile by its width, by all that this text has shown."""
+        return self._costs.corrected()
 
     def _best(self, drafting: _Drafting, evidence: int, limit: int, per_token: float) -> int:
         """The length that promises most tokens per second; 0 where none pays."""
@@ -276,7 +287,30 @@ class AdaptiveDraftCount:
                     if count == stay:
                         stay_rate = rate
             width = next_width
-        return stay if stay_rate * _HYSTERESIS > best_rate else best
+        if stay_rate * _HYSTERESIS > best_rate:
+            best, best_rate = stay, stay_rate
+        return self._wider(best, best_rate, limit, reached) if best else 0
+
+    def _wider(self, count: int, rate: float, limit: int, reached: Sequence[float]) -> int:
+        """This many drafts, or what fills the next wider tile where it has yet to be tried.
+
+        The cost curve may have been measured while the machine was busy. So where drafts are
+        likely right to the end of that tile, and it would pay if a row cost half as much there,
+        one round finds out.
+        """
+        width = self._width_of(count)
+        wider = next(
+            (self._width_of(k) for k in range(count + 1, limit + 1) if self._width_of(k) > width),
+            width,
+        )
+        if wider == width or self._costs.met(wider):
+            return count
+        filled = max(k for k in range(count + 1, limit + 1) if self._width_of(k) == wider)
+        believed = self._costs.of(wider)
+        hoped = min(believed, self._costs.of(width) * (1.0 + 0.5 * (wider - width) / width))
+        pays = sum(reached[: filled + 1]) / hoped > _HYSTERESIS * rate
+        likely = reached[filled] > 0.5 if filled < len(reached) else False
+        return filled if pays and likely and self._affords(believed, reached) else count
 
     def _affords(self, seconds: float, reached: Sequence[float]) -> bool:
         """Whether the text can bear a round's failure, and what it is expected to lose.
@@ -346,7 +380,6 @@ class _RunningCosts:
 
     def __init__(self, costs: TileCosts):
         self._curve = costs
-        self._first: list[float] = []
         self._rounds = 0
         self._met: dict[int, tuple[int, float]] = {}
         self._drift = 1.0
@@ -359,11 +392,10 @@ class _RunningCosts:
     def observe(self, width: int, seconds: float) -> None:
         """A tile took this long; a single one that took much longer than others moves little."""
         ratio = max(1e-9, seconds) / self._curve.of(width)
-        if len(self._first) < _ENOUGH:
-            self._first.append(ratio)
-            self._drift = statistics.median(self._first)
-        else:
-            self._drift *= min(2.0, max(0.5, ratio / (self._drift * self._factor(width)))) ** 0.1
+        if self._curve.assumed and not self._rounds:
+            self._drift = ratio
+        surprise = min(2.0, max(0.5, ratio / (self._drift * self._factor(width))))
+        self._drift *= surprise ** max(0.1, 1.0 / (self._rounds + 2))
         samples = self._relative.setdefault(width, deque(maxlen=_SAMPLES))
         samples.append(ratio / self._drift)
         self._rounds += 1
@@ -376,9 +408,23 @@ class _RunningCosts:
         moved = self._drift / drift
         return self._rounds - rounds > _TRUSTED_FOR and not 1 / _FAR < moved < _FAR
 
+    def corrected(self) -> TileCosts:
+        """The curve as the rounds have bent it."""
+        widths = sorted({*self._curve.widths, *self._relative})
+        seconds = tuple((width, self.of(width)) for width in widths)
+        return replace(self._curve, seconds=seconds) if self._rounds else self._curve
+
+    def met(self, width: int) -> bool:
+        """Whether a tile of this width was timed in this text."""
+        return width in self._relative
+
     def _factor(self, width: int) -> float:
         samples = self._relative.get(width, ())
-        return statistics.median(samples) if len(samples) >= _ENOUGH else 1.0
+        if len(samples) >= _ENOUGH:
+            return statistics.median(samples)
+        # What disturbs a measurement adds to it: one quick tile shows a curve that is too dear,
+        # one slow tile shows nothing.
+        return min(1.0, *samples) if samples else 1.0
 
 
 def _bucket(evidence: int) -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from mlxspec.drafting.protocol import Drafter, TargetedDrafter, source_of
+from mlxspec.drafting.protocol import Drafter, TargetedDrafter, budget_for, source_of
 
 if TYPE_CHECKING:
     from mlxspec.decoding.target import TargetChoice
@@ -18,6 +18,9 @@ class Chain:
 
     Args:
         *drafters: At least one.
+
+    Attributes:
+        budget_of: Most tokens to ask a source for, by its name; None: as many as of all others.
 
     Raises:
         ValueError: No drafter.
@@ -33,6 +36,7 @@ class Chain:
                     f"Chain: expected drafters with propose, commit and reset, got {drafter!r}"
                 )
         self.drafters = drafters
+        self.budget_of: Callable[[str], int] | None = None
         self._answered: Drafter = drafters[0]
 
     @property
@@ -49,7 +53,7 @@ class Chain:
         """The first proposal that is not empty."""
         proposal: Sequence[int] | DeviceDraft = []
         for drafter in self.drafters:
-            proposal = drafter.propose(history, budget)
+            proposal = drafter.propose(history, budget_for(drafter, budget, self.budget_of))
             self._answered = drafter
             if not hasattr(proposal, "__len__") or len(proposal):
                 break

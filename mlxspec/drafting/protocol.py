@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 class Drafter(Protocol):
     """Guesses the tokens that follow a history. A wrong guess costs time and nothing else.
 
-    A drafter may have a property `source`, see `source_of`.
+    A drafter may have a property `source`, see `source_of`. One that asks others may have an
+    attribute `budget_of`, see `budget_for`.
     """
 
     def propose(self, history: Sequence[int], budget: int) -> Sequence[int] | DeviceDraft:
@@ -74,3 +75,20 @@ def source_of(drafter: Drafter) -> tuple[str, int]:
     `source`; without one the name of its type has to do.
     """
     return getattr(drafter, "source", (type(drafter).__name__, 0))
+
+
+def budget_for(drafter: Drafter, budget: int, budget_of: Callable[[str], int] | None) -> int:
+    """How many tokens to ask a drafter for, where its source may have a budget of its own.
+
+    A drafter that asks others is handed `budget_of`, and asks each of them for no more than that
+    allows: what one source should draft says nothing of another that costs more.
+
+    Args:
+        drafter: The one to be asked.
+        budget: Most tokens that can be used.
+        budget_of: Most tokens that a source should draft, by its name; None: `budget`.
+    """
+    if hasattr(drafter, "budget_of"):
+        drafter.budget_of = budget_of
+        return budget
+    return budget if budget_of is None else min(budget, budget_of(source_of(drafter)[0]))

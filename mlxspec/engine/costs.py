@@ -29,9 +29,11 @@ class TileCosts:
 
     Attributes:
         seconds: (rows, seconds) by ascending rows, at least one.
+        assumed: Whether nothing was measured, so that only the ratios mean something.
     """
 
     seconds: tuple[tuple[int, float], ...]
+    assumed: bool = False
 
     def of(self, width: int) -> float:
         """Seconds of a tile of this width.
@@ -52,7 +54,7 @@ class TileCosts:
 
 
 # Of an engine that cannot be measured: ten rows cost as much again as the first. Rounds correct it.
-ASSUMED_COSTS = TileCosts(((1, 1.0), (11, 2.0)))
+ASSUMED_COSTS = TileCosts(((1, 1.0), (11, 2.0)), assumed=True)
 
 
 def measure_costs(
@@ -92,12 +94,18 @@ def measure_costs(
     def measure(width: int) -> bool:
         """Time a width if that fits into what is left, as far as the widths before can tell."""
         nonlocal left
-        expected = TileCosts(tuple(sorted(found.items()))).of(width)
+        known = TileCosts(tuple(sorted(found.items())))
+        # As many tiles of the narrowest width would do too.
+        expected = min(known.of(width), found[widths[0]] * width / widths[0])
         if 2 * expected > left:
             return False
         calls = 5 if 50 * expected < left else 2 if 8 * expected < left else 1
         found[width] = least(width, calls)
         left -= (calls + 1) * found[width]
+        if found[width] > (1 + _NOTICEABLE) * expected and found[width] <= left:
+            # Dearer than expected may mean that something else ran meanwhile.
+            found[width] = min(found[width], once(width))
+            left -= found[width]
         return True
 
     doublings = [widths[0]]

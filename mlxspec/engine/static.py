@@ -238,6 +238,10 @@ class StaticShapeEngine(OneSequence):
             self._tile_costs = costs
         return self._tile_costs
 
+    def learn_tile_costs(self, costs: TileCosts) -> None:
+        """Take what rounds have shown as `tile_costs` from now on; nothing is written down."""
+        self._tile_costs = costs
+
     def tile_width_for(self, drafts: int) -> int:
         """Rows of the tile that verifies this many drafts from the present cursor."""
         rows = self._cursor + 1 + drafts - self._tile_start(self._cursor)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import mlxspec
 from mlxspec import (
+    Chain,
     PromptLookup,
     SpeculationStats,
     SpeculativeDecoder,
@@ -118,6 +119,32 @@ def test_a_drafter_that_does_not_pay_is_parked_and_parked_rounds_are_counted_and
     assert stats.as_dict()["parked_rounds"] == stats.parked_rounds
     # Plain decoding would have taken 1.05 seconds a token.
     assert engine.now < 1.05 * len(tokens) / 0.98
+
+
+@pytest.mark.usefixtures("adaptive_by_default")
+def test_a_parked_drafter_of_a_chain_is_not_asked_while_the_others_are():
+    engine = Timed(SCRIPT[:100] * 3, 100)
+    costly = Costly(engine)
+    chain = Chain(PromptLookup(), costly)
+    tokens, stats = run(engine, chain, prompt=SCRIPT[:10], clock=lambda: engine.now)
+    assert tokens[:-1] == (SCRIPT[:100] * 3)[10:]
+    assert sum(budget > 0 for budget in costly.asked) < 20
+    assert stats.accepted > 120
+    # Of its own accord a chain asks all of its drafters for as much as it is asked.
+    run(engine, chain, SpeculativeDecodingOptions(5), prompt=SCRIPT[:10])
+    assert costly.asked[-20:].count(5) > 5
+
+
+@pytest.mark.usefixtures("adaptive_by_default")
+def test_what_rounds_show_of_an_engines_costs_holds_for_the_next_text():
+    engine = Timed(SCRIPT[:60] * 3, 100, width=16)
+    engine.tile_costs = TileCosts(((1, 1.0), (16, 1.2)))
+    engine.learn_tile_costs = lambda costs: setattr(engine, "tile_costs", costs)
+    for _ in range(2):
+        engine.reset(0)
+        run(engine, PromptLookup(), prompt=SCRIPT[:60], clock=lambda: engine.now)
+    learnt = engine.tile_costs
+    assert learnt.of(16) / learnt.of(1) == pytest.approx(1.8 / 1.05, rel=0.15)
 
 
 @pytest.mark.usefixtures("adaptive_by_default")

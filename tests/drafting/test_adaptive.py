@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.simulate import CURVES, FLOOR, AgreementText, Curve, LookupText, decode
+from bench.simulate import CURVES, FLOOR, AgreementText, Curve, LookupText, decode, recorded_texts
 from mlxspec.drafting import AdaptiveDraftCount
 from mlxspec.engine.costs import TileCosts
 
@@ -157,3 +157,13 @@ def test_measured_rounds_correct_a_wrong_curve():
     believed = decode(text, linear, believed=FLAT)
     assert 1000 / believed.seconds > 0.7
     assert sum(rounds for width, rounds in believed.widths.items() if width > 4) < 20
+
+
+@pytest.mark.parametrize("text", recorded_texts(), ids=lambda text: text.name)
+def test_a_curve_that_was_measured_on_a_busy_machine_is_found_out(text):
+    curve = CURVES[0]
+    busy = TileCosts(((1, 91.0), (2, 147.0), (4, 372.0)))
+    assert busy.of(8) > 4 * curve.costs.of(8)
+    found_out = decode(text, curve, believed=busy).seconds
+    assert text.length * curve.costs.of(1) / found_out >= FLOOR
+    assert found_out < 1.5 * decode(text, curve).seconds

@@ -51,7 +51,7 @@ class TimedEngine:
 
 
 @given(
-    slope=st.floats(0.0, 2.0),
+    slope=st.floats(0.0, 1.0),
     jumps=st.dictionaries(st.sampled_from(CANDIDATE_WIDTHS[1:]), st.floats(0, 6)),
 )
 def test_a_measurement_costs_at_most_25_steps_beside_tracing(slope, jumps):

@@ -183,6 +183,8 @@ def _measure(
             tile_widths=args.tile_widths,
             exact=not args.no_exact,
         )
+        # As `mlxspec generate` runs where it chooses how much to draft.
+        engine = engine if args.num_draft_tokens is not None else engine.widened()
     except ValueError as problem:
         raise UsageError(str(problem)) from problem
     baseline: MlxLmPlain = MlxLmPlain(loaded.model, BASELINE)

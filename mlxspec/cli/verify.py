@@ -80,6 +80,12 @@ def setup_arg_parser() -> options.Parser:
         action="store_true",
         help="check the scan kernels instead of a model: on a Mac those that run on the GPU",
     )
+    group.add_argument(
+        "--probe",
+        action="store_true",
+        help="verify nothing: show what tiles of each width cost here and which of them compute "
+        "the same bits, and whether that was remembered or measured now",
+    )
     group.add_argument("--json", action="store_true", help="print the verdict as JSON")
     # What is not asked here is as `mlxspec generate` has it.
     asked = {action.dest for action in parser._actions}
@@ -108,6 +114,8 @@ def _verify_model(args: Namespace) -> int:
     from mlxspec.cli.loading import load_for
     from mlxspec.verification import verify_model
 
+    if args.probe:
+        return _probe(args)
     loaded = load_for(args, args.draft_model)
     ids = prompt_ids(loaded.tokenizer, args.prompt, args)
     refuse_length(ids, loaded.context_length)
@@ -124,6 +132,18 @@ def _verify_model(args: Namespace) -> int:
     _end_progress()
     print(json.dumps(verdict.as_dict()) if args.json else table(args.model, verdict))
     return 0 if verdict.passed else EXIT_FAULT
+
+
+def _probe(args: Namespace) -> int:
+    from mlxspec.cli.loading import load_for
+    from mlxspec.verification import probe_model
+
+    loaded = load_for(args)
+    probe = probe_model(
+        loaded.model, max_context_length=loaded.context_length, tile_widths=args.tile_widths
+    )
+    print(json.dumps(probe.as_dict()) if args.json else f"{args.model} on {probe}")
+    return 0
 
 
 def table(model: str, verdict: Verdict) -> str:

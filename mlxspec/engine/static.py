@@ -145,6 +145,8 @@ class StaticShapeEngine(OneSequence):
             "quantized_kv_start": quantized_kv_start,
         }
         self._tile_costs: TileCosts | None = None
+        # Of what was asked for: whether it was known from an earlier run, or measured.
+        self.remembered: dict[str, bool] = {}
         self._recurrent = layout.is_recurrent
         self.kv_quantization = quantization
         # Widths are compared on whole keys, whose tiles nothing cuts short.
@@ -232,6 +234,7 @@ class StaticShapeEngine(OneSequence):
                 costs_of=widths, cores=os.cpu_count(), kv_bits=self._options["kv_bits"]
             )
             costs = remembered_costs(circumstances)
+            self.remembered["tile costs"] = costs is not None
             if costs is None:
                 costs = measure_costs(self.twin(widths), widths)
                 remember_costs(circumstances, costs)
@@ -275,6 +278,7 @@ class StaticShapeEngine(OneSequence):
         if self._exact:
             circumstances = self._measured_in(widths=widths)
             classes = remembered_classes(circumstances)
+            self.remembered["width classes"] = classes is not None
             if classes is None:
                 classes = width_classes(self.twin(widths), widths)
                 remember_classes(circumstances, classes)
@@ -282,7 +286,7 @@ class StaticShapeEngine(OneSequence):
             widths = tuple(sorted({*self._widths, *alike}))
         engine = self.twin(widths)
         engine.width_classes, engine.note = classes, self.note
-        engine._tile_costs = self._tile_costs
+        engine._tile_costs, engine.remembered = self._tile_costs, self.remembered
         return engine
 
     def _measured_widths(self) -> tuple[int, ...]:
@@ -649,6 +653,7 @@ class StaticShapeEngine(OneSequence):
         usable = tuple(width for width in self._widths if width < self._context_length)
         circumstances = self._measured_in(widths=usable)
         self.width_classes = remembered_classes(circumstances)
+        self.remembered["width classes"] = self.width_classes is not None
         if self.width_classes is None:
             self.width_classes = width_classes(self, usable)
             remember_classes(circumstances, self.width_classes)

@@ -82,7 +82,7 @@ def generate(
     place: Place,
     drafter: Drafter | None = None,
     *,
-    num_draft_tokens: int = 0,
+    num_draft_tokens: int | None = 0,
     align_proposals: bool = True,
     sampling: Sampling | None = None,
 ) -> Answer:
@@ -93,7 +93,7 @@ def generate(
         text: A sequence that reaches the place.
         place: Where, and how much.
         drafter: Drafts; None decodes plainly.
-        num_draft_tokens: Most tokens to draft a round.
+        num_draft_tokens: Most tokens to draft a round; None is as many as pay.
         align_proposals: Whether a draft is shortened to one forward.
         sampling: How tokens are chosen; None is greedy.
     """

@@ -51,6 +51,7 @@ def verify_model(
     max_tokens: int = 64,
     up_to: int | None = None,
     draft_model: nn.Module | None = None,
+    widened: bool = True,
     report: Report | None = None,
     **engine_options: Any,
 ) -> Verdict:
@@ -65,6 +66,7 @@ def verify_model(
         max_tokens: How much to generate after the prompt.
         up_to: How long a text to look at, in tokens; None is quick.
         draft_model: A model of the same vocabulary that drafts; the model itself does anyway.
+        widened: Take the wider tiles too that drafting is given where they pay.
         report: Called with the name of each check before it runs.
         **engine_options: See `StaticShapeEngine`.
 
@@ -72,12 +74,12 @@ def verify_model(
         The verdict; a difference does not raise.
     """
     say = report or (lambda name: None)
-    engine = StaticShapeEngine(model, **engine_options)
+    engine = _engine(model, widened, **engine_options)
     seen, not_reached = places(engine, len(prompt), max_tokens, up_to)
     say("plain decoding")
     first = generate(engine, prompt, seen[0])
     cycle = [*prompt, *first.tokens]
-    others = _other_engines(model, engine, engine_options)
+    others = _other_engines(model, engine, widened, engine_options)
     checks: list[Check] = []
     for place in seen:
         text = list(prompt) if place is seen[0] else _repeated(cycle, place.start + 1)
@@ -90,7 +92,7 @@ def verify_model(
         checks += look.at_everything(others, thorough=place is seen[0])
     say("widths")
     # Measured anew, over the whole ladder: what an engine remembers is not proved by being asked.
-    whole = others.get("whole ladder") or StaticShapeEngine(model, exact=False, **engine_options)
+    whole = others.get("whole ladder") or _engine(model, widened, exact=False, **engine_options)
     usable = tuple(w for w in whole.tile_widths if w < whole.max_context_length)
     classes = width_classes(whole, usable)
     say("price of exactness")
@@ -186,6 +188,9 @@ class _Look:
                 title = f"drafted by {name}, over several tiles"
                 checks.append(self._generated(title, self.plain, drafter, longer))
         if thorough:
+            drafter = drafters(known, self.engine.vocab_size)[_HARSHEST[0]]
+            title = f"drafted by {_HARSHEST[0]}, as much as pays"
+            checks.append(self._generated(title, self.plain, drafter, {"num_draft_tokens": None}))
             models = {"the model itself": self.model}
             if self.draft_model is not None:
                 models["the draft model"] = self.draft_model
@@ -265,13 +270,18 @@ def _raised(
     return Check(name, place.name, "fault", in_use, f"{where}: {type(problem).__name__}: {problem}")
 
 
+def _engine(model: nn.Module, widened: bool, **options: Any) -> StaticShapeEngine:
+    engine = StaticShapeEngine(model, **options)
+    return engine.widened() if widened else engine
+
+
 def _other_engines(
-    model: nn.Module, engine: StaticShapeEngine, options: dict[str, Any]
+    model: nn.Module, engine: StaticShapeEngine, widened: bool, options: dict[str, Any]
 ) -> dict[str, StaticShapeEngine]:
     """Engines that the model could be run in and is not: other widths, another placement."""
     found = {}
     if options.get("tile_widths") is None:
-        whole = StaticShapeEngine(model, **options | {"exact": False})
+        whole = _engine(model, widened, **options | {"exact": False})
         if whole.tile_widths != engine.tile_widths:
             found["whole ladder"] = whole
     step = options.get("span_step", SpanRule.step)

@@ -28,7 +28,7 @@ RIGHT_RULE = RingRule.for_decoding
 
 def verified(model, **options):
     options = {"max_context_length": 128, "span_step": 64, "max_tokens": 40} | options
-    return verify_model(model, PROMPT, **options)
+    return verify_model(model, PROMPT, widened=False, **options)
 
 
 def faults(verdict):

@@ -8,14 +8,15 @@ import pytest
 
 from mlxspec import StaticShapeEngine
 from mlxspec.cli.verify import table
-from mlxspec.verification import verify_model
+from mlxspec.engine.costs import TileCosts
+from mlxspec.verification import probe_model, verify_model
 from mlxspec.verification.places import places
 from mlxspec.verification.verdict import Price
 from tests.cases import varied_model
 from tests.families.tiny import tiny_model
 
 PROMPT = [5, 9, 2, 6, 5, 9, 2, 6]
-OPTIONS = {"max_context_length": 128, "span_step": 16, "max_tokens": 24}
+OPTIONS = {"max_context_length": 128, "span_step": 16, "max_tokens": 24, "widened": False}
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text", "lfm2", "mamba2"])
@@ -51,6 +52,32 @@ def test_a_draft_model_drafts_where_one_is_given():
     )
     assert verdict.passed
     assert "drafted by the draft model" in {check.name for check in verdict.checks}
+
+
+def test_widths_that_drafting_is_given_because_they_pay_are_verified_too(monkeypatch):
+    cheap = TileCosts(((1, 1.0), (16, 1.1), (24, 1.2), (32, 3.0)))
+    monkeypatch.setattr("mlxspec.engine.static.remembered_costs", lambda circumstances: cheap)
+    options = OPTIONS | {"widened": True, "max_context_length": 256, "span_step": 48}
+    verdict = verify_model(tiny_model("llama"), PROMPT, **options)
+    assert verdict.passed
+    assert 24 in verdict.widths
+    assert "scored in tiles of 24" in {check.name for check in verdict.checks if check.in_use}
+
+
+def test_a_probe_says_what_it_measured_and_what_it_remembered(monkeypatch, tmp_path):
+    monkeypatch.setattr("mlxspec.engine.measurements.cache_dir", lambda: tmp_path)
+    model = tiny_model("llama")
+    options = {"max_context_length": 64, "span_step": 16}
+    first, second = probe_model(model, **options), probe_model(model, **options)
+    assert not any(first.remembered.values())
+    assert set(first.remembered) == {"tile costs", "width classes"}
+    assert all(second.remembered.values())
+    assert second.milliseconds == first.milliseconds
+    assert second.classes == first.classes
+    assert set(first.widths) <= {width for group in first.classes for width in group}
+    assert "measured now" in str(first)
+    assert "remembered from an earlier run" in str(second)
+    assert all(str(width) in str(first) for width in first.milliseconds)
 
 
 def engine_of(**changes):
@@ -97,7 +124,9 @@ def test_no_place_lies_past_the_context_or_inside_the_prompt():
 
 
 def test_what_was_not_looked_at_is_said_with_the_option_that_would():
-    verdict = verify_model(tiny_model("llama"), PROMPT, max_context_length=1100, max_tokens=4)
+    verdict = verify_model(
+        tiny_model("llama"), PROMPT, **OPTIONS | {"max_context_length": 1100, "span_step": 256}
+    )
     assert verdict.places == ["prompt", "span of 256"]
     (line,) = verdict.not_reached
     assert line.startswith("1024 keys (--up-to ")

@@ -124,13 +124,12 @@ def test_no_place_lies_past_the_context_or_inside_the_prompt():
 
 
 def test_what_was_not_looked_at_is_said_with_the_option_that_would():
-    verdict = verify_model(
-        tiny_model("llama"), PROMPT, **OPTIONS | {"max_context_length": 1100, "span_step": 256}
-    )
-    assert verdict.places == ["prompt", "span of 256"]
+    options = OPTIONS | {"span_step": 64, "tile_widths": (1, 4), "up_to": 1}
+    verdict = verify_model(tiny_model("llama"), PROMPT, **options)
+    assert verdict.places == ["prompt"]
     (line,) = verdict.not_reached
-    assert line.startswith("1024 keys (--up-to ")
-    assert line in table("llama", verdict)
+    assert line.startswith("span of 64 (--up-to ")
+    assert f"Not looked at: {line}" in table("llama", verdict)
 
 
 def test_the_price_of_exactness_is_that_of_the_narrowest_tile():

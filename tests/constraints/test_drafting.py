@@ -57,6 +57,16 @@ def test_a_proposal_never_passes_the_budget():
         assert drafter.propose([1, 2], budget) == ids("xyabazz")[:budget]
 
 
+def test_what_is_forced_is_drafted_though_the_other_drafter_is_worth_nothing():
+    drafter, inner, _ = made("xy[ab]{3}zz[0-9]", ids("aba"))
+    for worth in (0, 2):
+        budgets = {"grammar": 9, "recorder": worth}
+        drafter.budget_of = budgets.__getitem__
+        draft = drafter.propose([1, 2], 9)
+        assert draft == ids("xy") + ids("aba")[:worth]
+        assert inner.asked[-1] == ([1, 2, *ids("xy")], worth)
+
+
 def test_without_a_say_of_the_other_drafter_the_source_is_the_grammar():
     for guess in (None, [], ids("q")):
         drafter, _, _ = made("xy[ab]z", guess)

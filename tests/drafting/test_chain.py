@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from mlxspec import Chain, Drafter, DraftModel, PromptLookup
+from mlxspec import (
+    Chain,
+    Drafter,
+    DraftModel,
+    PromptLookup,
+    SpeculativeDecoder,
+    SpeculativeDecodingOptions,
+)
 from mlxspec.drafting import TargetedDrafter
 from mlxspec.drafting.protocol import source_of
 from tests.families.tiny import tiny_model
+from tests.scripted import ScriptedEngine
 
 
 class Says:
@@ -65,6 +73,50 @@ def test_a_chain_holds_the_draft_models_in_it_and_counts_their_forwards():
         assert chain.source == ("model", 0)
         assert chain.forward_count == model.forward_count == 3
     assert not model.engine.leased
+
+
+def test_every_part_is_given_the_budget_of_its_own_source():
+    lookup, dear = PromptLookup(2), Says(9, 9, 9)
+    for chain in (Chain(lookup, dear), Chain(Chain(lookup), Chain(dear))):
+        chain.reset()
+        chain.budget_of = {"lookup": 4, "Says": 0}.__getitem__
+        assert chain.propose([1, 2, 3], 8) == []
+        assert dear.told[-1] == ("propose", 3, 0)
+        assert chain.propose([1, 2, 3, 4, 1, 2], 8) == [3, 4, 1, 2]
+        chain.budget_of = {"lookup": 4, "Says": 2}.__getitem__
+        chain.reset()
+        assert chain.propose([7], 8) == [9, 9]
+
+
+def test_lookup_drafts_though_the_model_behind_it_never_pays():
+    """The model is always wrong and dear; the text repeats itself after a while."""
+    text = [*range(10, 40), *range(2, 9), *range(10, 40)]
+
+    class Dear(Says):
+        source = ("model", 0)
+
+        def propose(self, history, budget):
+            engine.now += 0.3 * budget
+            return [1] * budget
+
+    class Timed(ScriptedEngine):
+        now = 0.0
+
+        def verify(self, block, *how):
+            self.now += 1.0 + 0.01 * len(block)
+            return super().verify(block, *how)
+
+    engine = Timed(text, 50)
+    decoder = SpeculativeDecoder(
+        engine,
+        Chain(PromptLookup(), Dear()),
+        SpeculativeDecodingOptions(adaptive=True),
+        clock=lambda: engine.now,
+    )
+    tokens = [emission.token for emission in decoder.generate(text[:4], max_tokens=60)]
+    assert tokens == text[4:64]
+    assert decoder.stats.accepted >= 20
+    assert decoder.stats.parked_rounds
 
 
 def test_what_is_no_drafter_is_refused():

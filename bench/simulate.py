@@ -329,7 +329,11 @@ def compare(text: Text, curve: Curve) -> dict[str, Any]:
 
 def main() -> None:
     """Decode every text under every curve and write down what was seen."""
-    argparse.ArgumentParser(prog="python -m bench.simulate", description=__doc__).parse_args()
+    parser = argparse.ArgumentParser(prog="python -m bench.simulate", description=__doc__)
+    parser.add_argument(
+        "--output", type=Path, default=RESULTS / "simulate", help="results without their ending"
+    )
+    arguments = parser.parse_args()
     texts = [*recorded_texts(), *synthetic_texts()]
     found = [compare(text, curve) for curve in CURVES for text in texts]
     below = [f for f in found if f["speed_up"] < FLOOR]
@@ -344,8 +348,8 @@ def main() -> None:
     }
     text = _report(found, below, far)
     print(text)
-    write_json(RESULTS / "simulate.json", report)
-    (RESULTS / "simulate.md").write_text(text + "\n")
+    write_json(arguments.output.with_suffix(".json"), report)
+    arguments.output.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
 
 
 def _report(found: list[dict], below: list[dict], far: list[dict]) -> str:

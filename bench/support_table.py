@@ -51,7 +51,9 @@ Row = dict[str, Any]
 
 def main() -> None:
     """Make the table, or with --module one module's part of it."""
-    parser = argparse.ArgumentParser(description="Which models run under which engine.")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.support_table", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--module", help="examine one module and print what was found as JSON")
     parser.add_argument("--timeout", type=float, default=300, help="seconds a module may take")
     parser.add_argument(

@@ -92,11 +92,14 @@ def generate(
         engine: The engine.
         text: A sequence that reaches the place.
         place: Where, and how much.
-        drafter: Drafts; None decodes plainly.
+        drafter: Drafts; None decodes plainly, from an empty engine.
         num_draft_tokens: Most tokens to draft a round; None is as many as pay.
         align_proposals: Whether a draft is shortened to one forward.
         sampling: How tokens are chosen; None is greedy.
     """
+    if drafter is None:
+        # What all is compared with owes nothing to what the engine held before.
+        engine.reset(0)
     rule = _KeepsLogits(sampling or Sampling())
     decoder = SpeculativeDecoder(
         engine,

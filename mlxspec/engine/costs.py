@@ -68,19 +68,20 @@ def measure_costs(
     what the last width costs more than those before it let expect.
 
     Args:
-        engine: An empty engine whose ladder has these widths; what it holds afterwards is
-            nobody's text.
+        engine: An engine whose ladder has these widths; what it holds afterwards is nobody's
+            text.
         widths: Rows, ascending.
         clock: Returns seconds.
     """
     tokens = [(37 * i + 11) % engine.vocab_size for i in range(widths[-1] + 1)]
     engine.verify(tokens[:1])
+    begin = engine.processed_token_count
 
     def once(width: int) -> float:
-        begin = clock()
+        start = clock()
         engine.verify(tokens[1 : 1 + width])
-        seconds = clock() - begin
-        engine.reset(1)
+        seconds = clock() - start
+        engine.reset(begin)
         return seconds
 
     def least(width: int, calls: int) -> float:

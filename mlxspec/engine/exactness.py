@@ -19,22 +19,24 @@ def width_classes(engine: SpeculativeEngine, widths: tuple[int, ...]) -> list[tu
 
     One tile of each width computes the first positions. A second tile of each starts in the
     middle of the first, so that the same positions fall on other rows: a width whose own rows
-    differ is equal to nothing, itself included. Short contexts and unquantised keys are all it
-    looks at; kernels that change with the length of the context are not met.
+    differ is equal to nothing, itself included. Kernels change with the length of the context
+    and with quantised keys: this looks at those that are met where the engine stands.
 
     Args:
-        engine: A fresh engine whose ladder has these widths; it is emptied afterwards.
+        engine: An engine whose ladder has these widths and that stands at the beginning of a
+            span; it is left as it was.
         widths: Ascending.
 
     Returns:
         The groups, each ascending; a width stands in the first group that it is equal to, and one
         whose own rows differ in none.
     """
+    begin = engine.processed_token_count
     tokens = [(37 * i + 11) % engine.vocab_size for i in range(widths[-1] + widths[-1] // 2)]
 
-    def rows(*blocks: list[int]) -> mx.array:
-        """Logits of the last block's rows after a fresh start with the others."""
-        engine.reset(0)
+    def rows(*blocks: list[int], begin: int = begin) -> mx.array:
+        """Logits of the last block's rows after the others, from a position on."""
+        engine.reset(begin)
         for block in blocks:
             logits = engine.verify(block, Capture(logits=True)).logits
         assert logits is not None
@@ -44,12 +46,17 @@ def width_classes(engine: SpeculativeEngine, widths: tuple[int, ...]) -> list[tu
     for width in widths:
         first[width] = rows(tokens[:width])
         middle = width // 2
-        if middle and middle + width <= engine.max_context_length - 1:
-            shifted = rows(tokens[:middle], tokens[middle : middle + width])
+        if middle and begin + middle + width <= engine.max_context_length - 1:
+            if getattr(engine, "is_recurrent", False):
+                shifted = rows(tokens[:middle], tokens[middle : middle + width])
+            else:
+                # What stands before the second tile is this width's work too.
+                rows(tokens[:width])
+                shifted = rows(tokens[middle : middle + width], begin=begin + middle)
             common = width - middle
             if not mx.array_equal(shifted[:common], first[width][middle:], equal_nan=True):
                 del first[width]
-    engine.reset(0)
+    engine.reset(begin)
     classes: list[list[int]] = []
     for width, own in first.items():
         for group in classes:

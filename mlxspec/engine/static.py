@@ -30,6 +30,7 @@ from mlxspec.engine.exactness import (
 from mlxspec.engine.measurements import measured_in
 from mlxspec.engine.placement import Placement, checked_tile_widths, tile_placement
 from mlxspec.engine.protocol import Capture, ProgressCallback, VerifyRows
+from mlxspec.engine.regimes import Measured, Regime, reachable
 from mlxspec.engine.rollout import GoOn, Rollout, RolloutStep, must_wait
 from mlxspec.engine.sequence import OneSequence
 from mlxspec.engine.spans import SpanRule, TileLimits
@@ -50,6 +51,8 @@ from mlxspec.numbers import whole_number
 
 DEFAULT_PREFILL_STEP_SIZE = 2048
 DEFAULT_QUANTIZED_KV_START = 5000
+# A price of exactness from which on it is said.
+_NOTABLE_PRICE = 1.05
 _NO_NOISE = mx.array([0, 0], mx.uint32)
 
 
@@ -136,6 +139,9 @@ class StaticShapeEngine(OneSequence):
         self._step_widths = prefill_widths
         self._may_widen = tile_widths is None and placement != "aligned" and not layout.rings
         self._exact = exact
+        # Whether widths are used only as far as they are known to compute the same bits.
+        self._compares = exact and tile_widths is None and placement != "aligned"
+        self._examined = {Regime()}
         self._options: dict[str, Any] = {
             "placement": placement,
             "prefill_step_size": prefill_step_size,
@@ -168,7 +174,7 @@ class StaticShapeEngine(OneSequence):
         self.width_classes: list[tuple[int, ...]] | None = None
         if placement == "aligned":
             self.note = f"aligned tiles: plain decoding computes {self._widths[0]} rows a token"
-        if exact and tile_widths is None and placement != "aligned":
+        if self._compares:
             ladder = self._equal_widths()
         quantized_from = None
         if quantization is not None:
@@ -185,6 +191,11 @@ class StaticShapeEngine(OneSequence):
     def tile_widths(self) -> tuple[int, ...]:
         """The ladder, ascending."""
         return self._widths
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether a layer has a state that only full tiles move on."""
+        return self._recurrent
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -229,17 +240,35 @@ class StaticShapeEngine(OneSequence):
         this model, device and version of MLX: see `costs.measure_costs`.
         """
         if self._tile_costs is None:
-            widths = self._measured_widths()
-            circumstances = self._measured_in(
-                costs_of=widths, cores=os.cpu_count(), kv_bits=self._options["kv_bits"]
-            )
-            costs = remembered_costs(circumstances)
-            self.remembered["tile costs"] = costs is not None
-            if costs is None:
-                costs = measure_costs(self.twin(widths), widths)
-                remember_costs(circumstances, costs)
-            self._tile_costs = costs
+            self._tile_costs, known = self._costs_at(0, self._measured_widths())
+            self.remembered["tile costs"] = known
+            price = self._tile_costs.of(self._widths[0]) / self._tile_costs.of(1)
+            priced = 1 in self._tile_costs.widths and self._compares
+            if priced and price > _NOTABLE_PRICE:
+                self.note = (
+                    f"{self.note}; a plain step so costs {price:.2f} of one in a tile of 1 row, "
+                    "which exact=False (--no-exact) would save"
+                )
         return self._tile_costs
+
+    def measured(self) -> list[Measured]:
+        """What tiles compute and cost in every kernel regime that this context can reach.
+
+        Measured where it is not remembered: classes take about two tiles of every width, costs
+        at most 25 tiles of width 1 (see `measure_costs`), on an engine of its own with a state
+        of random numbers; this engine is left as it is. The widths are those of the ladder and
+        those that it may be widened by.
+        """
+        found: list[Measured] = []
+        for regime in reachable(self._spans, self._limits.quantized_from, self._context_length):
+            position = regime.position(self._spans, self._limits.quantized_from)
+            if position + 2 * self._measured_widths()[-1] >= self._context_length and found:
+                continue
+            widths = self._measured_widths()
+            classes, known = self._classes_at(position, widths)
+            costs, also_known = self._costs_at(position, widths)
+            found.append(Measured(regime, position, classes, costs, known and also_known))
+        return found
 
     def learn_tile_costs(self, costs: TileCosts) -> None:
         """Take what rounds have shown as `tile_costs` from now on; nothing is written down."""
@@ -269,24 +298,21 @@ class StaticShapeEngine(OneSequence):
         """
         if not self._may_widen:
             return self
-        possible = {*self._measured_widths()} - {*self._widths}
+        possible = {*self._measured_widths()} - {1, *self._widths}
         wider = [width for width in tile_widths_that_pay(self.tile_costs) if width in possible]
         if not wider:
             return self
         widths = tuple(sorted((*self._widths, *wider)))
         classes = self.width_classes
         if self._exact:
-            circumstances = self._measured_in(widths=widths)
-            classes = remembered_classes(circumstances)
-            self.remembered["width classes"] = classes is not None
-            if classes is None:
-                classes = width_classes(self.twin(widths), widths)
-                remember_classes(circumstances, classes)
+            classes, known = self._classes_at(0, widths)
+            self.remembered["width classes"] = known
             alike = next((group for group in classes if set(self._widths) <= set(group)), ())
             widths = tuple(sorted({*self._widths, *alike}))
         engine = self.twin(widths)
         engine.width_classes, engine.note = classes, self.note
-        engine._tile_costs, engine.remembered = self._tile_costs, self.remembered
+        engine._tile_costs, engine._compares = self._tile_costs, self._compares
+        engine.remembered = self.remembered
         return engine
 
     def _measured_widths(self) -> tuple[int, ...]:
@@ -304,7 +330,75 @@ class StaticShapeEngine(OneSequence):
                 and (limit is None or self._context_length <= limit)
             )
 
-        return tuple(sorted({*self._widths, *filter(possible, CANDIDATE_WIDTHS)}))
+        # A tile of one row is measured for the price of doing without it.
+        return tuple(sorted({1, *self._widths, *filter(possible, CANDIDATE_WIDTHS)}))
+
+    def _costs_at(self, position: int, widths: tuple[int, ...]) -> tuple[TileCosts, bool]:
+        """Seconds of a tile by its width, and whether they were remembered."""
+        where = {"position": position} if position else {}
+        circumstances = self._measured_in(
+            costs_of=widths, cores=os.cpu_count(), kv_bits=self._options["kv_bits"], **where
+        )
+        costs = remembered_costs(circumstances)
+        if costs is not None:
+            return costs, True
+        costs = measure_costs(self._stand_in(position, widths), widths)
+        remember_costs(circumstances, costs)
+        return costs, False
+
+    def _classes_at(
+        self, position: int, widths: tuple[int, ...]
+    ) -> tuple[list[tuple[int, ...]], bool]:
+        """Groups of widths that compute the same bits, and whether they were remembered."""
+        where: dict[str, Any] = {}
+        if position:
+            options = ("kv_bits", "kv_group_size", "quantized_kv_start")
+            where = {"position": position} | {name: self._options[name] for name in options}
+        circumstances = self._measured_in(widths=widths, **where)
+        classes = remembered_classes(circumstances)
+        if classes is not None:
+            return classes, True
+        classes = width_classes(self._stand_in(position, widths), widths)
+        remember_classes(circumstances, classes)
+        return classes, False
+
+    def _stand_in(self, position: int, widths: tuple[int, ...]) -> StaticShapeEngine:
+        """Another engine that stands at this position, with a state of random numbers."""
+        engine = self.twin(widths, initial_capacity=position + 2 * widths[-1] if position else 0)
+        if position:
+            engine._history = [i % engine._vocab_size for i in range(position)]
+            engine._cursor = position
+            engine._state.pretend(position)
+        return engine
+
+    def _examine(self) -> None:
+        """Compare the ladder's widths where the context meets other kernels for the first time.
+
+        What is left of the ladder is a part of one class here and was one before, so positions
+        behind see no other bits; a state that is only moved in full tiles needs the narrowest.
+        """
+        if not self._compares or len(self._widths) == 1:
+            return
+        quantized = self._quantized_at(self._cursor)
+        regime = Regime.of(self._spans.span(self._cursor), quantized)
+        if regime in self._examined:
+            return
+        self._examined.add(regime)
+        quantized_from = self._limits.quantized_from
+        position = regime.position(self._spans, quantized_from)
+        if position + 1 + self._widths[-1] >= self._context_length:
+            return
+        classes, _ = self._classes_at(position, self._widths)
+        if self._recurrent:
+            classes = [group for group in classes if self._widths[0] in group]
+        kept = best_class(classes) if classes else self._widths[:1]
+        if kept == self._widths:
+            return
+        self.note = (
+            f"tile widths {', '.join(map(str, kept))} from {position} tokens on: others of "
+            f"{', '.join(map(str, self._widths))} round differently there"
+        )
+        self._decode_in(kept, self._options["placement"], quantized_from)
 
     def _measured_in(self, **what: Any) -> dict[str, Any]:
         """The circumstances of a measurement of this engine."""
@@ -372,6 +466,7 @@ class StaticShapeEngine(OneSequence):
                 if reached < len(self._history):
                     report(len(ids), len(ids))
             self._state.pinned = self._state.position
+            self._examine()
             # Wide tiles leave wide temporaries in MLX's buffer cache, which decoding cannot use.
             mx.clear_cache()
 
@@ -416,6 +511,7 @@ class StaticShapeEngine(OneSequence):
                 self._history += rows.drafted
             self._state.settle(before)
             self._forward_count += rows.forwards
+            self._examine()
             return rows
 
     def roll_out_limit(self, pending: int) -> int:

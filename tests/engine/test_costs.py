@@ -30,6 +30,7 @@ class TimedEngine:
     """An engine whose tiles cost what a table says, on a clock of its own."""
 
     vocab_size = 100
+    processed_token_count = 1
 
     def __init__(self, seconds_of):
         self.seconds_of = seconds_of
@@ -160,6 +161,21 @@ def test_widths_that_round_differently_are_left_out_unless_exactness_is_waived(m
     model = tiny_model("llama")
     assert StaticShapeEngine(model).widened().tile_widths == (*own, 24)
     assert StaticShapeEngine(model, exact=False).widened().tile_widths[-1] == 64
+
+
+def test_a_price_of_exactness_above_five_percent_is_said(monkeypatch):
+    monkeypatch.setattr("mlxspec.engine.static.remember_classes", lambda *measured: None)
+    monkeypatch.setattr("mlxspec.engine.static.remembered_classes", lambda *measured: None)
+    monkeypatch.setattr("mlxspec.engine.static.width_classes", lambda *engine: [(1,), (4, 8, 16)])
+    for cost, said in ((1.2, True), (1.02, False)):
+        costs = TileCosts(((1, 1.0), (4, cost), (16, 2.0)))
+        monkeypatch.setattr(
+            "mlxspec.engine.static.remembered_costs", lambda circumstances, costs=costs: costs
+        )
+        engine = StaticShapeEngine(tiny_model("llama"))
+        assert engine.tile_widths == (4, 8, 16)
+        assert engine.tile_costs is costs
+        assert ("costs 1.20 of one" in engine.note) is said
 
 
 @pytest.mark.parametrize(

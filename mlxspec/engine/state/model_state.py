@@ -73,6 +73,25 @@ class ModelState:
         """The layout whole, quantised, and at 0: what a state like this one is made of."""
         return self._unquantized, self._quantized, self._first
 
+    def pretend(self, position: int) -> None:
+        """Hold a state of random numbers that covers `position` tokens, for measurements.
+
+        Zeros would not do: sums of zeros are the same in any order.
+        """
+        self.empty()
+
+        def random(arrays: list[mx.array]) -> list[mx.array]:
+            return [
+                mx.random.normal(array.shape, key=mx.random.key(index)).astype(array.dtype)
+                for index, array in enumerate(arrays)
+            ]
+
+        self.slots = random(self.slots)
+        arrays = random(self.layout.zero_recurrent())
+        self.checkpoints = [Checkpoint(position, arrays)]
+        self.pinned = self.high_water = position
+        mx.eval(self.slots, arrays)
+
     @property
     def position(self) -> int:
         """How many tokens the newest recurrent checkpoint covers."""

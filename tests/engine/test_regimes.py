@@ -1,0 +1,102 @@
+"""Widths are compared wherever a context meets other kernels, and nothing is touched by it."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+
+from mlxspec import PromptLookup, SpeculativeDecoder, StaticShapeEngine
+from mlxspec.engine.regimes import Regime, reachable
+from mlxspec.engine.spans import SpanRule
+from mlxspec.engine.state.frame import TileFrame
+from mlxspec.engine.support import model_from_config
+from tests.families.tiny import set_random_weights, tiny_configs, tiny_model
+
+PROMPT = [1 + i % 50 for i in range(1000)]
+N = 1200
+
+
+def test_a_context_meets_kernels_by_its_length_and_its_quantised_keys():
+    spans = SpanRule()
+    assert reachable(spans, None, 200) == [Regime()]
+    whole = [Regime(keys) for keys in (0, 1024, 4096, 8192)]
+    assert reachable(spans, None, 10_000) == whole
+    assert reachable(spans, 5000, 6000) == [*whole[:3], Regime(4096, True)]
+    assert reachable(spans, 0, 2000) == [Regime(0, True), Regime(1024, True)]
+    for regime in whole:
+        position = regime.position(spans, None)
+        assert spans.span(position) >= regime.keys
+        assert position == 0 or spans.span(position - 1) == position
+    assert Regime(4096, True).position(spans, 5000) >= 5000
+
+
+def loses_a_key_far_out(monkeypatch):
+    """Tiles of 8 rows do not see the first key of a context of 1024 keys."""
+    right = TileFrame.causal_mask
+
+    def mask(self, window=None):
+        seen = right(self, window)
+        if self.width == 8 and self.span >= 1024:
+            return seen & (mx.arange(self.span) > 0)[None]
+        return seen
+
+    monkeypatch.setattr(TileFrame, "causal_mask", mask)
+
+
+@pytest.fixture
+def fresh_cache(monkeypatch, tmp_path):
+    monkeypatch.setattr("mlxspec.engine.measurements.cache_dir", lambda: tmp_path)
+
+
+@pytest.mark.usefixtures("fresh_cache")
+@pytest.mark.parametrize("family", ["llama", "lfm2"])
+def test_a_width_that_rounds_differently_far_out_is_given_up_there(family, monkeypatch):
+    loses_a_key_far_out(monkeypatch)
+    engine = StaticShapeEngine(tiny_model(family), max_context_length=N)
+    assert engine.tile_widths == (1, 2, 4, 8, 16)
+    engine.prefill(PROMPT[:700])
+    assert engine.tile_widths == (1, 2, 4, 8, 16)
+    engine.prefill(PROMPT[700:])
+    # Where a state is moved by full tiles, the widest is compared behind one of 8 rows.
+    assert engine.tile_widths == ((1, 2, 4) if family == "lfm2" else (1, 2, 4, 16))
+    assert "round differently" in engine.note
+    engine.reset(0)
+    drafted = SpeculativeDecoder(engine, PromptLookup()).generate(PROMPT, max_tokens=40)
+    alone = StaticShapeEngine(tiny_model(family), max_context_length=N, tile_widths=(1,))
+    plain = SpeculativeDecoder(alone).generate(PROMPT, max_tokens=40)
+    assert [e.token for e in drafted] == [e.token for e in plain]
+
+
+@pytest.mark.usefixtures("fresh_cache")
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "lfm2"])
+def test_looking_leaves_the_state_as_it_was(family):
+    model = tiny_model(family)
+    looked = StaticShapeEngine(model, max_context_length=N)
+    looked.prefill(PROMPT)
+    assert looked._examined == {Regime(), Regime(1024)}
+    assert looked.tile_widths == (1, 2, 4, 8, 16)
+    blind = StaticShapeEngine(model, max_context_length=N, tile_widths=looked.tile_widths)
+    blind.prefill(PROMPT)
+    assert blind._examined == {Regime()}
+    assert all(map(mx.array_equal, looked._state.slots, blind._state.slots))
+    assert looked._state.high_water == blind._state.high_water
+    assert looked.verify([1, 2, 3]).argmax == blind.verify([1, 2, 3]).argmax
+
+
+@pytest.mark.usefixtures("fresh_cache")
+def test_all_regimes_are_measured_once_and_then_remembered():
+    model = model_from_config(tiny_configs()["llama"] | {"head_dim": 32})
+    set_random_weights(model, seed=0)
+    options = {"max_context_length": N, "kv_bits": 8, "kv_group_size": 32}
+
+    def measured():
+        return StaticShapeEngine(model, quantized_kv_start=300, **options).measured()
+
+    first = measured()
+    assert [each.regime for each in first] == [Regime(), Regime(0, True), Regime(1024, True)]
+    assert not any(each.remembered for each in first)
+    assert all(each.costs.of(1) > 0 for each in first)
+    assert all({1, 2, 4, 8, 16} <= set(each.classes[0]) for each in first)
+    again = measured()
+    assert all(each.remembered for each in again)
+    assert [each.classes for each in again] == [each.classes for each in first]

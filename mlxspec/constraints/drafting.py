@@ -15,21 +15,22 @@ from mlxspec.engine.tokens import TokenView, token_ids
 
 
 class ConstrainedDrafter:
-    """Implements `TargetedDrafter`: what is forced, another drafter's guess, what is forced then.
+    """Implements `ForcingDrafter` and `TargetedDrafter` around another drafter, if there is one.
 
-    The other drafter is asked for what follows the forced tokens: they are as certain as those
-    committed, and its guess is then checked in the same forward.
+    What is forced is certain, so the other drafter is asked for what follows it: its guess is
+    then checked in the same forward. What is forced after its guess extends the guess.
 
     Args:
-        drafter: The other one, if there is one.
+        drafter: The other one.
         lookahead: Where the text stands; the acceptance tells it what is emitted.
     """
 
     def __init__(self, drafter: Drafter | None, lookahead: Lookahead):
         self._drafter = drafter
         self._lookahead = lookahead
-        self._guessed = False
         self.budget_of: Callable[[str], int] | None = None
+        # What is certain in this round, until a guess is asked for.
+        self._certain: list[int] | None = None
         # What the other drafter was shown beyond the history, and where it began.
         self._shown: tuple[int, list[int]] = (0, [])
         # The longest text that its last proposal can have been accepted into, if there is one.
@@ -37,39 +38,41 @@ class ConstrainedDrafter:
 
     @property
     def source(self) -> tuple[str, int]:
-        """What the last proposal came from: the other drafter's source where it had a say."""
-        if self._guessed:
-            assert self._drafter is not None
-            return source_of(self._drafter)
-        return "grammar", 0
+        """The other drafter's source."""
+        return ("grammar", 0) if self._drafter is None else source_of(self._drafter)
 
     @property
     def forward_count(self) -> int:
         """Those of the other drafter."""
         return 0 if self._targeted is None else self._targeted.forward_count
 
-    def propose(self, history: Sequence[int], budget: int) -> list[int]:
-        """See `Drafter.propose`."""
+    def certain(self, most: int) -> list[int]:
+        """See `ForcingDrafter`."""
         self._lookahead.restart()
-        draft = self._lookahead.go_where_forced(budget)
-        self._guessed = False
+        self._certain = self._lookahead.go_where_forced(most)
+        return self._certain[:]
+
+    def propose(self, history: Sequence[int], budget: int) -> list[int]:
+        """See `Drafter.propose`: the other drafter's guess as far as it is allowed."""
+        certain, self._certain = self._certain, None
+        if certain is None:
+            self._lookahead.restart()
+            certain = []
+        draft: list[int] = []
         if self._drafter is not None:
             begin, shown = self._shown
             if list(history[begin : begin + len(shown)]) != shown:
                 # The text was left before these tokens came.
                 self._drafter.reset()
-            self._shown = (len(history), draft[:])
-            seen = TokenView(history)
-            for token in draft:
-                seen = TokenView(seen, last=token)
-            asked = budget_for(self._drafter, budget - len(draft), self.budget_of)
-            guess = checked_proposal(self._drafter, seen, asked, self._lookahead.vocab_size)
+            self._shown = (len(history) - len(certain), certain)
+            asked = budget_for(self._drafter, budget, self.budget_of)
+            guess = checked_proposal(
+                self._drafter, TokenView(history), asked, self._lookahead.vocab_size
+            )
             if isinstance(guess, DeviceDraft):
                 # Where the grammar cuts it, the host decides.
                 guess = token_ids(guess.tokens, self._lookahead.vocab_size, "draft")
-            allowed = guess[: self._lookahead.go_along(guess)]
-            self._guessed = bool(allowed)
-            draft += allowed
+            draft = guess[: self._lookahead.go_along(guess)]
             self._longest = len(history) + len(draft) + 1
         return draft + self._lookahead.go_where_forced(budget - len(draft))
 
@@ -81,7 +84,7 @@ class ConstrainedDrafter:
 
     def reset(self) -> None:
         """See `Drafter.reset`."""
-        self._guessed = False
+        self._certain = None
         self._shown = (0, [])
         self._longest = None
         if self._drafter is not None:

@@ -25,7 +25,13 @@ from mlxspec.decoding.target import TargetChoice
 from mlxspec.decoding.turns import Prefix, held_prefix
 from mlxspec.drafting.adaptive import AdaptiveDraftCount
 from mlxspec.drafting.device import DeviceDraft
-from mlxspec.drafting.protocol import Drafter, TargetedDrafter, budget_for, source_of
+from mlxspec.drafting.protocol import (
+    Drafter,
+    ForcingDrafter,
+    TargetedDrafter,
+    budget_for,
+    source_of,
+)
 from mlxspec.engine.costs import ASSUMED_COSTS
 from mlxspec.engine.protocol import ProgressCallback, SpeculativeEngine, VerifyRows
 from mlxspec.engine.tokens import TokenView, token_ids
@@ -105,6 +111,8 @@ class SpeculativeDecoder:
         # The engine's calls when it was last left; None while this decoder is inside it.
         self._calls: int | None = engine.call_count
         # How many tokens of the engine's history the drafter has been shown.
+        # Of the last proposal, the first so many were certain.
+        self._certain = 0
         self._shown = 0
 
     def generate(
@@ -226,8 +234,9 @@ class SpeculativeDecoder:
             if self._adaptive is not None and emitted:
                 now = _Spent.by(self.stats)
                 self._adaptive.record(
-                    drafted=len(draft),
-                    accepted=accepted,
+                    # What was certain tells nothing of the guess after it.
+                    drafted=max(0, len(draft) - self._certain),
+                    accepted=max(0, accepted - self._certain),
                     emitted=emitted,
                     width=width,
                     seconds=now.seconds - spent.seconds,
@@ -308,6 +317,7 @@ class SpeculativeDecoder:
 
     def _draft(self, anchor: int, wanted: int) -> list[int] | DeviceDraft:
         """A proposal that fits: into one forward, the context, and the tokens still wanted."""
+        self._certain = 0
         if self.stats.why_off is not None or self.drafter is None:
             return []
         begin = self._clock()
@@ -318,11 +328,17 @@ class SpeculativeDecoder:
         most = self.options.most_draft_tokens
         limit = max(0, min(fits if most is None else most, fits, wanted - 1))
         history = TokenView(self.engine.tokens, last=anchor)
+        certain = self.drafter.certain(limit) if isinstance(self.drafter, ForcingDrafter) else []
+        for token in certain:
+            history = TokenView(history, last=token)
+        limit -= len(certain)
+        self._certain = len(certain)
         self._shown = len(history)
         forwards = self._targeted.forward_count if self._targeted else 0
         adaptive = self._adaptive
         if adaptive is not None:
-            adaptive.begin(history, limit, self._tile_width_for)
+            sure = len(certain)
+            adaptive.begin(history, limit, lambda drafts: self._tile_width_for(sure + drafts), sure)
         budget = budget_for(self.drafter, limit, None if adaptive is None else adaptive.budget)
         asked = self._clock()
         draft = checked_proposal(self.drafter, history, budget, self.engine.vocab_size)
@@ -331,8 +347,12 @@ class SpeculativeDecoder:
             known = None if isinstance(draft, DeviceDraft) else draft
             took += draft.seconds if isinstance(draft, DeviceDraft) else 0.0
             kept = adaptive.keep(source_of(self.drafter), len(draft), took, known)
-            self.stats.parked_rounds += not kept and (len(draft) > 0 or adaptive.parked)
+            unused = len(draft) > 0 or adaptive.parked
+            self.stats.parked_rounds += not kept and not certain and unused
             draft = draft[:kept]
+        if certain:
+            assert isinstance(draft, list), "who forces tokens knows what follows them"
+            draft = certain + draft
         if self._targeted is not None:
             self.stats.draft_forwards += self._targeted.forward_count - forwards
         self.stats.seconds["draft"] += self._clock() - begin

@@ -156,24 +156,29 @@ class AdaptiveDraftCount:
         self._capital = _CAPITAL
         self._emitted = 0
         self._limit = 0
+        self._certain = 0
         self._width_of: WidthOf = lambda drafts: drafts + 1
         self.parked = False
         self._draft_seconds = 0.0
         self._drafted: tuple[_Drafting, int, bool] | None = None
         self._on_trial: str | None = None
 
-    def begin(self, history: Sequence[int], limit: int, width_of: WidthOf) -> None:
+    def begin(
+        self, history: Sequence[int], limit: int, width_of: WidthOf, certain: int = 0
+    ) -> None:
         """A round begins.
 
         Args:
             history: Every token so far.
             limit: Most drafts that can be used now, 0 or more.
             width_of: Rows of the tile that verifies so many drafts now.
+            certain: Tokens at the history's end that the round verifies and emits anyhow.
         """
         self._compare(history)
         # Where all that is known of plain decoding is old, a plain step says what it costs now.
         self._limit = 0 if self._costs.outdated(self._plain_width) else limit
         self._width_of = width_of
+        self._certain = certain
         self.parked = False
         self._draft_seconds = 0.0
         self._drafted = None
@@ -268,10 +273,11 @@ class AdaptiveDraftCount:
 
     def _best(self, drafting: _Drafting, evidence: int, limit: int, per_token: float) -> int:
         """The length that promises most tokens per second; 0 where none pays."""
-        undrafted = 1.0 / self._costs.of(self._width_of(0))
+        sure = 1.0 + self._certain
+        undrafted = sure / self._costs.of(self._width_of(0))
         stay = drafting.choice[1] if drafting.choice[0] == evidence else 0
         best, best_rate, stay_rate = 0, undrafted * (1.0 if stay else _HYSTERESIS), 0.0
-        expected, reached = 1.0, [1.0]
+        expected, reached = sure, [1.0]
         width = self._width_of(1) if limit else 0
         for count in range(1, limit + 1):
             reached.append(reached[-1] * drafting.rate(evidence + count - 1))
@@ -319,7 +325,7 @@ class AdaptiveDraftCount:
             seconds: Of the whole round.
             reached: Probabilities that at least 0, 1, 2 ... drafts are accepted.
         """
-        worst = seconds / self._plain_cost - 1.0
+        worst = seconds / self._plain_cost - 1.0 - self._certain
         if worst > self._capital:
             return False
         # With a accepted the loss is worst - a; its expectation is the sum over a of the
@@ -338,7 +344,8 @@ class AdaptiveDraftCount:
         while count < min(self._limit, _LONGEST_TRIAL) and self._width_of(count + 1) == width:
             count += 1
         seconds = self._costs.of(width) + per_token * count
-        return count if seconds / self._plain_cost - 1.0 <= self._capital else 0
+        worst = seconds / self._plain_cost - 1.0 - self._certain
+        return count if worst <= self._capital else 0
 
     def _compare(self, history: Sequence[int]) -> None:
         """Tell the open guesses what the text turned out to be."""

@@ -43,6 +43,17 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
+class ForcingDrafter(Drafter, Protocol):
+    """A drafter that knows of some tokens that no other can come in their place."""
+
+    def certain(self, most: int) -> list[int]:
+        """The tokens that come next whatever the target says, at most so many.
+
+        Called before `propose`, which then guesses what follows them: its history ends with them.
+        """
+
+
+@runtime_checkable
 class TargetedDrafter(Drafter, Protocol):
     """A drafter with a state of its own that wants to know whom it drafts for."""
 

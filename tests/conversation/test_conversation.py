@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlxspec
-from mlxspec import ContextFull, Conversation, EngineBusy, SpeculationStats, StaticShapeEngine
+from mlxspec import (
+    ContextFull,
+    Conversation,
+    EngineBusy,
+    PromptLookup,
+    SpeculationStats,
+    StaticShapeEngine,
+)
 from mlxspec.conversation import resume_conversation, save_conversation
 from mlxspec.errors import PromptCacheError
 from mlxspec.generation import stream_generate
@@ -64,6 +71,24 @@ def test_turns_are_those_of_a_fresh_run_with_and_without_drafts(
         runs[bool(drafting)] = list(fed), answers
     assert runs[True] == runs[False]
     assert conversation.stats.accepted > 0
+
+
+@pytest.mark.parametrize("policy", ["stop", "trim"])
+def test_sampled_turns_are_the_same_with_and_without_drafts(
+    policy: Any, teller: Any, tokenizer: Any
+) -> None:
+    runs = []
+    for drafting in ({}, {"drafter": PromptLookup(1), "num_draft_tokens": 5}):
+        engine = StaticShapeEngine(teller, max_context_length=200 if policy == "stop" else 100)
+        options = {"temp": 2.5, "seed": 3, "context_policy": policy, "max_tokens": 30, **drafting}
+        conversation = Conversation(teller, tokenizer, engine=engine, **options)
+        for message in (*MESSAGES[:2], *MESSAGES[:2]):
+            say(conversation, message)
+        runs.append(([turn.answer for turn in conversation.turns], conversation.dropped_turns))
+    assert runs[0] == runs[1]
+    assert len(set(runs[0][0])) > 1
+    assert conversation.stats.accepted > 0
+    assert (conversation.dropped_turns > 0) == (policy == "trim")
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

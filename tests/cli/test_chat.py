@@ -6,16 +6,19 @@ import io
 import json
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pexpect
 import pytest
 
 import mlxspec
 from mlxspec.cli.chat_input import Entry, line_reader, read_entry
+from mlxspec.cli.chat_session import ChatSession
 from mlxspec.cli.exits import UsageError
 from mlxspec.cli.main import main
 from tests.cli.conftest import Outcome
@@ -301,6 +304,39 @@ def test_a_person_chats_through_a_terminal(story_model: Path, tmp_path: Path) ->
         "two\nfoxes",
         "pasted\n/help",
     ]
+
+
+class _Interrupted(mlxspec.Conversation):
+    """Whose user presses Ctrl-C after so many tokens."""
+
+    count = 0
+
+    def reply(self, message: str, **options: Any) -> Iterator[Any]:
+        responses = super().reply(message, **options)
+
+        def interrupted() -> Iterator[Any]:
+            with closing(responses):
+                for number, response in enumerate(responses, 1):
+                    if number == self.count:
+                        os.kill(os.getpid(), signal.SIGINT)
+                    yield response
+
+        return interrupted()
+
+
+def test_a_stopped_answer_is_on_the_screen_as_far_as_it_is_remembered(
+    story_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, tokenizer = mlxspec.load(str(story_model))
+    # The beginning of a stop string is held back until it is none.
+    conversation = _Interrupted(model, tokenizer, stop_strings=["at all of", "fox who"])
+    session = ChatSession(conversation, lambda goes_on: "", "story", on_terminal=True)
+    for count in range(1, 30):
+        conversation.count = count
+        session._obey(Entry("two"))
+        assert conversation.turns[-1].ending == "interrupted"
+        assert conversation.turns[-1].stats.emitted == count
+        assert capsys.readouterr().out == f"{conversation.turns[-1].answer}\n"
 
 
 def test_ctrl_c_stops_the_answer_and_the_chat_goes_on(story_model: Path, tmp_path: Path) -> None:

@@ -180,6 +180,16 @@ def test_what_is_called_later_is_refused_at_the_call(model, options, message):
 
 
 @pytest.mark.parametrize(
+    "options",
+    [{"drafter": WithoutReset()}, {"sampler": 1}, {"logits_processors": [1]}, {"stats": {}}],
+)
+def test_it_is_refused_before_an_engine_is_made(model, options, monkeypatch):
+    monkeypatch.setattr("mlxspec.assembly.engine_for", lambda *a, **k: pytest.fail("made"))
+    with pytest.raises(ValueError, match="expected"):
+        mlxspec.generate_step([1, 2, 3], model, **options)
+
+
+@pytest.mark.parametrize(
     "call",
     [
         lambda engine: SpeculativeDecoder(engine, WithoutReset()),

@@ -701,6 +701,7 @@ class StaticShapeEngine(OneSequence):
                 raise ValueError(reason)
             for tiles in self._tiles.values():
                 tiles.forget_other_capacities(capacity)
+            self._end_rollout()
             # As one, should Ctrl-C arrive here.
             self._state, self._history, self._cursor = state, tokens, count
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 
 import mlxspec
 from mlxspec import (
+    DraftModel,
     DynamicShapeEngine,
     PromptLookup,
     SpeculationStats,
@@ -33,7 +35,12 @@ COUNT = 12
 PACKAGE = str(Path(mlxspec.__file__).parent)
 INTERRUPTED = tuple(
     f"{PACKAGE}/{name}"
-    for name in ("decoding/decoder.py", "engine/static.py", "engine/state/model_state.py")
+    for name in (
+        "decoding/decoder.py",
+        "drafting/model.py",
+        "engine/static.py",
+        "engine/state/model_state.py",
+    )
 )
 
 
@@ -167,6 +174,37 @@ def test_ctrl_c_at_any_line_leaves_the_next_turn_right(family):
         tokens, _ = next_turn(family, emitted)
         assert tokens == plain_following(family, len(emitted)), line
     assert len(stopped) > 5
+
+
+def test_ctrl_c_at_any_line_of_a_draft_model_leaves_the_next_turn_right():
+    """Its own state too: a model that drafts for itself is still right in the next turn."""
+    model, engine = model_of("llama"), engine_of("llama")
+
+    def begin():
+        engine.reset(0)
+        drafter = DraftModel(model, max_context_length=100, tile_widths=(1, 2, 4, 8))
+        # It is kept with the model, and would find the prompt in there.
+        drafter.engine.reset(0)
+        return drafter, SpeculativeDecoder(engine, drafter).generate(PROMPT, max_tokens=COUNT)
+
+    for _ in range(2):
+        with _InterruptedAt(-1) as counted:
+            list(begin()[1])
+    interrupted = 0
+    for line in range(1, counted.count + 1, 1 if PROFILE == "deep" else 61):
+        drafter, emissions = begin()
+        emitted = []
+        # How often a draft is waited for depends on the clock, so the last lines may be missing.
+        with suppress(KeyboardInterrupt), _InterruptedAt(line):
+            taken_from(emissions, emitted)
+            continue
+        interrupted += 1
+        prompt = following(PROMPT, emitted)
+        decoder = SpeculativeDecoder(engine, drafter)
+        tokens = [e.token for e in decoder.generate(prompt, max_tokens=8)]
+        assert tokens == plain_following("llama", len(emitted)), line
+        assert decoder.stats.acceptance_rate == 1, line
+    assert interrupted * 61 > 500
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -9,7 +9,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxspec import PromptLookup, SpeculativeDecoder, SpeculativeDecodingOptions, StaticShapeEngine
+from mlxspec import (
+    DraftModel,
+    PromptLookup,
+    SpeculativeDecoder,
+    SpeculativeDecodingOptions,
+    StaticShapeEngine,
+)
 from mlxspec.decoding.acceptance import ModelsChoice
 from tests.cases import exact, prompt_of, varied_model
 from tests.conftest import PROFILE
@@ -45,6 +51,7 @@ CASES = [
     Case("qwen3_next", WIDE, kv_start=24),
     Case("mamba2", placement="aligned"),
 ]
+WITH_ANOTHER = (Case("llama"), Case("gemma3_text", {"sliding_window": WINDOW}), Case("lfm2"))
 LONGEST = 10
 # How the next prompt goes on: from the whole answer, from a part of it, without it.
 FOLLOWINGS = {"all": 0, "cut": 2, "again": 1000}
@@ -160,6 +167,40 @@ def test_turns_drafted_by_lookup_are_plains(case):
             assert stats.reused_tokens == reused
             drafted += stats.drafted
     assert drafted
+
+
+@pytest.mark.parametrize(
+    ("case", "drafting"),
+    [(case, "itself") for case in CASES]
+    + [
+        pytest.param(case, "another", marks=() if case in WITH_ANOTHER else pytest.mark.deep)
+        for case in CASES
+    ],
+    ids=str,
+)
+def test_turns_drafted_by_a_model_are_plains(case, drafting):
+    """Drafts all right, or hardly ever; the draft model's own state follows from turn to turn."""
+    model = varied_model(case.family, **case.changes)
+    aligned = case.placement == "aligned"
+    if drafting == "another":
+        model, aligned = varied_model("qwen2"), False
+    drafter = DraftModel(
+        model, max_context_length=160, tile_widths=(8,) if aligned else (1, 2, 4, 8)
+    )
+    engine, drafted, accepted = engine_of(case, "drafted"), 0, 0
+    every = (drafting == "itself" and case in (CASES[0], Case("lfm2"))) or PROFILE == "deep"
+    for count in range(1, LONGEST) if every else (3, 8):
+        engine.reset(0)
+        for prompt, tokens, rows, reused in plain_turns(case, count, 0):
+            ours, our_rows, stats = turn(engine, prompt, count, drafter)
+            assert ours == tokens
+            assert np.array_equal(our_rows, rows)
+            assert stats.reused_tokens == reused
+            drafted += stats.drafted
+            accepted += stats.accepted
+    assert drafted > 20
+    # Of a block that is not wanted to its end, what is left does not count as accepted.
+    assert (accepted > 20) == (drafting == "itself")
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

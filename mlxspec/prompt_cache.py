@@ -23,6 +23,7 @@ from mlxspec.engine.protocol import SpeculativeEngine
 from mlxspec.engine.state import StateImage
 from mlxspec.engine.state.model_state import Checkpoint
 from mlxspec.engine.static import StaticShapeEngine
+from mlxspec.engine.tokens import token_ids
 from mlxspec.errors import PromptCacheError
 from mlxspec.mlx_lm_cache import image_from_mlx_lm, is_mlx_lms
 from mlxspec.whole_files import replacing
@@ -132,11 +133,12 @@ def load_prompt_cache(
             if difference := header.model.difference(identity_of(static.model)):
                 raise PromptCacheError(f"{path} was made with {difference}")
             image, metadata = _read(path, header), header.metadata
-            if prompt is not None and list(prompt) != image.tokens:
+            asked = None if prompt is None else token_ids(prompt, static.vocab_size, "prompt")
+            if asked not in (None, image.tokens):
                 raise PromptCacheError(f"{path} covers other tokens than the prompt given")
         try:
             static.restore(image)
-        except ValueError as problem:
+        except (TypeError, ValueError) as problem:
             raise PromptCacheError(f"{path} cannot be gone on from: {problem}") from problem
     return metadata
 
@@ -214,19 +216,24 @@ def _read(path: Path, header: PromptCacheHeader) -> StateImage:
         raise PromptCacheError(
             f"{path} is damaged: its checksum is another than when it was written; make it again"
         )
-    states: list[list[mx.array]] = [[] for _ in content["checkpoints"]]
-    for number, arrays in enumerate(states):
-        while (name := f"state.{number}.{len(arrays)}") in loaded:
-            arrays.append(loaded[name])
-    return StateImage(
-        tokens=loaded[_TOKENS].tolist(),
-        is_quantized=content["is_quantized"],
-        slots=[loaded[f"slots.{index}"] for index in range(len(content["first"]))],
-        first=content["first"],
-        checkpoints=[Checkpoint(*c) for c in zip(content["checkpoints"], states, strict=True)],
-        pinned=content["pinned"],
-        reached=content["reached"],
-    )
+    try:
+        states: list[list[mx.array]] = [[] for _ in content["checkpoints"]]
+        for number, arrays in enumerate(states):
+            while (name := f"state.{number}.{len(arrays)}") in loaded:
+                arrays.append(loaded[name])
+        return StateImage(
+            tokens=loaded[_TOKENS].tolist(),
+            is_quantized=content["is_quantized"],
+            slots=[loaded[f"slots.{index}"] for index in range(len(content["first"]))],
+            first=content["first"],
+            checkpoints=[Checkpoint(*c) for c in zip(content["checkpoints"], states, strict=True)],
+            pinned=content["pinned"],
+            reached=content["reached"],
+        )
+    except (KeyError, TypeError, ValueError) as problem:
+        raise PromptCacheError(
+            f"{path} does not hold what its header says: {type(problem).__name__} {problem}"
+        ) from problem
 
 
 def _checksum(content: str, arrays: Mapping[str, mx.array]) -> str:
@@ -243,6 +250,11 @@ def _static(engine: SpeculativeEngine) -> StaticShapeEngine:
         raise PromptCacheError(
             f"expected a StaticShapeEngine, got a {type(engine).__name__}: only its state is "
             "written to files and read from them"
+        )
+    if not engine.weights_unchanged:
+        raise PromptCacheError(
+            "the model's weights have changed since the engine was made, which still runs the old "
+            "ones; make a new engine"
         )
     return engine
 

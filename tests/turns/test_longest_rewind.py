@@ -61,8 +61,10 @@ def wide_tiles(engine, tokens):
     return tiles
 
 
-@given(index=st.integers(0, len(ALL_SETUPS) - 1), turns=turns, rounds=rounds, aligned=st.booleans())
-@example(index=3, turns=[(20, 9, 2), (3, 9, 4)], rounds=[(20, 8)], aligned=False)
+@pytest.mark.parametrize("index", range(len(ALL_SETUPS)))
+@given(turns=turns, rounds=rounds, aligned=st.booleans())
+@example(turns=[(20, 9, 2), (3, 9, 4)], rounds=[(20, 8)], aligned=False)
+@example(turns=[(19, 9, 0), (20, 7, 0), (9, 2, 0)], rounds=[(5, 2)] * 9, aligned=True)
 def test_every_turn_after_drafts_goes_on_from_where_it_would_without(index, turns, rounds, aligned):
     plain, drafted = two_engines(index)
     for engine in (plain, drafted):

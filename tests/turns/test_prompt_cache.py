@@ -17,6 +17,7 @@ import pytest
 
 import mlxspec
 from mlxspec import (
+    Capture,
     DynamicShapeEngine,
     EngineBusy,
     PromptCacheError,
@@ -116,6 +117,24 @@ def test_saving_changes_nothing_and_what_is_read_goes_back_as_far(case, tmp_path
     # Writing what was read gives the same file.
     save_prompt_cache(tmp_path / "again", other, {"of": "mine"})
     assert (tmp_path / "file").read_bytes() == (tmp_path / "again").read_bytes()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_whatever_rewind_the_reader_allows_is_right(case, tmp_path):
+    """What is not in the file counts as overwritten, and is not taken for zeros."""
+    engine, _ = filled(case)
+    save_prompt_cache(tmp_path / "file", engine)
+    other, count = engine_of(case, "read"), engine.processed_token_count
+    load_prompt_cache(tmp_path / "file", other)
+    allowed = [to for to in range(1, count + 1) if other.allows_rewind(to)]
+    assert count in allowed
+    for to in reversed(allowed):
+        engine.reset(to)
+        other.reset(to)
+        theirs, ours = (e.verify([5], Capture(logits=True)).logits for e in (engine, other))
+        assert mx.array_equal(ours, theirs), to
+        for e in (engine, other):
+            e.reset(to)
 
 
 @pytest.mark.parametrize(
@@ -237,6 +256,43 @@ def test_foreign_files_are_refused(tmp_path, saved):
     for content in ("[]", "{}", "{", '{"model": {}}'):
         rewritten(saved, content=content)
         refused(saved, small_engine(), "its header does not say what it should")
+
+
+def test_a_file_of_the_right_checksum_and_the_wrong_arrays_is_refused(saved, monkeypatch):
+    """What no writer of ours makes: the engine is as it was all the same."""
+    arrays, metadata = mx.load(str(saved), return_metadata=True, format="safetensors")
+    mx.eval(arrays)
+    monkeypatch.setattr("mlxspec.prompt_cache._checksum", lambda *_: metadata["checksum"])
+
+    def without(name):
+        return {key: array for key, array in arrays.items() if key != name}
+
+    for changed, reason in (
+        (without("slots.3"), "does not hold what its header says: KeyError 'slots.3'"),
+        (without("tokens"), "does not hold what its header says: KeyError 'tokens'"),
+        (arrays | {"slots.1": arrays["slots.1"][:, :, 1:]}, "its array 1 of keys and values is"),
+        (arrays | {"slots.1": arrays["slots.1"].astype(mx.float16)}, "is mlx.core.float16"),
+        (arrays | {"tokens": arrays["tokens"] + 990}, "outside the model's vocabulary"),
+        (arrays | {"tokens": arrays["tokens"][None]}, "cannot be gone on from|does not hold"),
+    ):
+        mx.save_safetensors(str(saved), changed, metadata)
+        refused(saved, small_engine(), reason)
+
+
+def test_an_engine_of_older_weights_neither_saves_nor_loads(saved):
+    model = tiny_model("llama")
+    engine = StaticShapeEngine(model, max_context_length=60, tile_widths=(1, 4))
+    engine.prefill([1, 2, 3])
+    model.update(tiny_model("llama", seed=1).parameters())
+    for call in (save_prompt_cache, load_prompt_cache):
+        with pytest.raises(PromptCacheError, match="weights have changed since the engine was"):
+            call(saved, engine)
+
+
+def test_the_prompt_of_a_file_of_ours_is_compared_if_it_is_given(saved):
+    tokens = list(small_engine().tokens)
+    load_prompt_cache(saved, small_engine(), prompt=mx.array(tokens))
+    refused(saved, small_engine(), "covers other tokens than the prompt", prompt=tokens[:-1])
 
 
 def test_a_missing_file_is_an_os_error(tmp_path):

@@ -72,6 +72,8 @@ def why_not(image: StateImage, layout: StateLayout) -> str | None:
             )
     recurrent = layout.recurrent_shapes
     for position, arrays in image.checkpoints:
+        if not 0 < position <= count:
+            return f"its recurrent state covers {position} of {count} tokens"
         if [(array.shape, array.dtype) for array in arrays] != recurrent:
             return f"its recurrent state after {position} tokens has other shapes or dtypes"
     return None

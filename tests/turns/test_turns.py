@@ -137,7 +137,7 @@ def test_the_turns_after_a_stop_at_every_row_of_a_block_are_plains(case, followi
     cut = FOLLOWINGS[following]
     accepted = 0
     every = following == "all" or PROFILE == "deep"
-    for count in range(1, LONGEST) if every else (3, 7, 9):
+    for count in range(1, LONGEST) if every else (3, 8):
         engine = engine_of(case, "drafted")
         engine.reset(0)
         for prompt, tokens, rows, reused in plain_turns(case, count, cut):
@@ -151,7 +151,7 @@ def test_the_turns_after_a_stop_at_every_row_of_a_block_are_plains(case, followi
             accepted += stats.accepted
             # The state covers what was emitted but for the newest token.
             assert list(engine.tokens) == prompt + tokens[:-1]
-    assert accepted > (60 if every else 25)
+    assert accepted > (60 if every else 15)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -188,7 +188,7 @@ def test_turns_drafted_by_a_model_are_plains(case, drafting):
         model, max_context_length=160, tile_widths=(8,) if aligned else (1, 2, 4, 8)
     )
     engine, drafted, accepted = engine_of(case, "drafted"), 0, 0
-    every = (drafting == "itself" and case in (CASES[0], Case("lfm2"))) or PROFILE == "deep"
+    every = (drafting == "itself" and case == Case("lfm2")) or PROFILE == "deep"
     for count in range(1, LONGEST) if every else (3, 8):
         engine.reset(0)
         for prompt, tokens, rows, reused in plain_turns(case, count, 0):

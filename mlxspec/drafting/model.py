@@ -13,12 +13,12 @@ import mlx.nn as nn
 from mlxspec.decoding.target import TargetChoice
 from mlxspec.drafting.device import DeviceDraft
 from mlxspec.drafting.fitting import FittedScores
+from mlxspec.engine.exclusive import Exclusive
 from mlxspec.engine.pool import borrowed_engine, engine_for
 from mlxspec.engine.protocol import Capture
 from mlxspec.engine.rollout import Rollout, RolloutStep
 from mlxspec.engine.static import StaticShapeEngine
 from mlxspec.engine.support import require_static
-from mlxspec.errors import EngineBusy
 from mlxspec.models.vocabulary import require_same_vocabulary, tokenizer_of
 from mlxspec.numbers import real_number
 
@@ -81,7 +81,7 @@ class DraftModel:
             "exact": exact,
         }
         self._engine: StaticShapeEngine | None = None
-        self._leased = False
+        self._exclusive = Exclusive("this DraftModel", "give every generation one of its own")
         self._calls = -1
         self._target: TargetChoice | None = None
         self._forwards_elsewhere = 0
@@ -110,18 +110,16 @@ class DraftModel:
     @contextmanager
     def lease(self) -> Iterator[None]:
         """Hold this drafter, and an engine that nobody else uses."""
-        if self._leased:
-            raise EngineBusy(
-                "this DraftModel is drafting for another generation; give each one of its own"
-            )
-        with borrowed_engine(self.model, role="draft", **self._engine_options) as engine:
+        options = self._engine_options
+        with (
+            self._exclusive.lease(),
+            borrowed_engine(self.model, role="draft", **options) as engine,
+        ):
             try:
-                self._leased = True
                 self._take(engine)
                 yield
             finally:
                 self._calls = engine.call_count
-                self._leased = False
 
     def begin(self, prompt: Sequence[int], target: TargetChoice) -> None:
         """Take in the prompt, but for its last token, and how the target chooses."""

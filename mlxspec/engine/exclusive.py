@@ -12,9 +12,16 @@ _ADVICE = "wait for it, or make an engine of your own: StaticShapeEngine(model)"
 
 
 class Exclusive:
-    """Guards the calls of an engine against each other, and its sequence against a second user."""
+    """Guards the calls of an engine against each other, and its sequence against a second user.
 
-    def __init__(self) -> None:
+    Args:
+        what: How an error calls what is guarded.
+        advice: What the second user can do.
+    """
+
+    def __init__(self, what: str = "this engine", advice: str = _ADVICE) -> None:
+        self._what = what
+        self._advice = advice
         self._call = threading.Lock()
         self._sequence = threading.Lock()
         self.call_count = 0
@@ -23,7 +30,7 @@ class Exclusive:
     def call(self, name: str) -> Iterator[None]:
         """Run one state-changing call; another one at the same time raises `EngineBusy`."""
         if not self._call.acquire(blocking=False):
-            raise EngineBusy(f"{name}: another thread is inside this engine; {_ADVICE}")
+            raise EngineBusy(f"{name}: another thread is inside {self._what}; {self._advice}")
         self.call_count += 1
         try:
             yield
@@ -34,7 +41,7 @@ class Exclusive:
     def lease(self) -> Iterator[None]:
         """Hold the sequence from the first to the last token of a generation."""
         if not self._sequence.acquire(blocking=False):
-            raise EngineBusy(f"this engine is generating for somebody else; {_ADVICE}")
+            raise EngineBusy(f"{self._what} is generating for somebody else; {self._advice}")
         try:
             yield
         finally:

@@ -402,7 +402,7 @@ def test_one_draft_model_object_serves_one_generation_at_a_time():
     drafter = DraftModel(model_of("llama"))
     first = SpeculativeDecoder(target_of("llama"), drafter).generate(PROMPT, max_tokens=6)
     other = StaticShapeEngine(tiny_model_of("llama"), max_context_length=N)
-    with pytest.raises(EngineBusy, match="DraftModel is drafting for another"):
+    with pytest.raises(EngineBusy, match="this DraftModel is generating for somebody else"):
         SpeculativeDecoder(other, drafter).generate(PROMPT, max_tokens=6)
     assert not other.leased
     first.close()

@@ -24,6 +24,8 @@ class Probe:
         remembered: Of "tile costs" and "width classes", whether they were known from an earlier
             run; what was not has been measured now.
         note: What the engine has to say about itself, or None.
+        regimes: The same where the context meets other kernels: from how many keys on, whether
+            they are quantised, milliseconds by rows, and classes.
     """
 
     device: str
@@ -32,6 +34,7 @@ class Probe:
     widths: tuple[int, ...]
     remembered: dict[str, bool]
     note: str | None
+    regimes: tuple[dict[str, Any], ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """All of it, ready for JSON."""
@@ -52,6 +55,13 @@ class Probe:
         if self.classes is not None:
             groups = " | ".join(map(_listed, self.classes))
             lines.append(f"Tile widths whose rows are equal bit for bit: {groups}")
+        for regime in self.regimes:
+            costs = ", ".join(f"{width}: {ms:.2f}" for width, ms in regime["milliseconds"].items())
+            groups = " | ".join(map(_listed, regime["classes"]))
+            kind = "quantised keys" if regime["quantized"] else "keys"
+            when = "remembered" if regime["remembered"] else "measured now"
+            lines.append(f"From {regime['keys']} {kind} on ({when}): ms a tile {costs}")
+            lines.append(f"  equal bit for bit: {groups}")
         for what, known in self.remembered.items():
             known_from = "remembered from an earlier run" if known else "measured now"
             lines.append(f"The {what} were {known_from}")
@@ -80,6 +90,17 @@ def probe_model(model: nn.Module, **engine_options: Any) -> Probe:
         widths=engine.tile_widths,
         remembered=dict(engine.remembered),
         note=engine.note,
+        regimes=tuple(
+            {
+                "keys": each.regime.keys,
+                "quantized": each.regime.quantized,
+                "milliseconds": {width: 1e3 * seconds for width, seconds in each.costs.seconds},
+                "classes": each.classes,
+                "remembered": each.remembered,
+            }
+            for each in engine.measured()
+            if each.position
+        ),
     )
 
 

@@ -10,6 +10,7 @@ from mlxspec.engine.regimes import Regime, reachable
 from mlxspec.engine.spans import SpanRule
 from mlxspec.engine.state.frame import TileFrame
 from mlxspec.engine.support import model_from_config
+from mlxspec.verification import probe_model
 from tests.families.tiny import set_random_weights, tiny_configs, tiny_model
 
 PROMPT = [1 + i % 50 for i in range(1000)]
@@ -100,3 +101,14 @@ def test_all_regimes_are_measured_once_and_then_remembered():
     again = measured()
     assert all(each.remembered for each in again)
     assert [each.classes for each in again] == [each.classes for each in first]
+
+
+@pytest.mark.usefixtures("fresh_cache")
+def test_a_probe_shows_every_regime_and_the_faulty_width_of_one(monkeypatch):
+    loses_a_key_far_out(monkeypatch)
+    probe = probe_model(tiny_model("llama"), max_context_length=N)
+    (far,) = probe.regimes
+    assert (far["keys"], far["quantized"], far["remembered"]) == (1024, False, False)
+    assert len(probe.classes) == 1
+    assert len(far["classes"]) == 2
+    assert "From 1024 keys on (measured now)" in str(probe)

@@ -69,6 +69,27 @@ def test_exit_code_1_is_for_a_fault_in_what_is_in_use(
     assert line.endswith("[not in use]") is (not in_use)
 
 
+def test_the_probe_says_what_it_measured(small, capsys):
+    assert main(["verify", *small[:4], "--probe"]) == 0
+    out = capsys.readouterr().out
+    for said in ("ms a tile", "Decoded in: 1, 4", "The tile costs were"):
+        assert said in out
+    assert main(["verify", *small[:4], "--probe", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["remembered"]["tile costs"] is True
+    assert set(found["milliseconds"]) == {"1", "4"}
+
+
+def test_options_that_a_look_does_not_use_are_named(small, capsys):
+    assert main(["verify", *small, "-m", "4", "--probe"]) == 0
+    assert capsys.readouterr().err == (
+        "mlxspec verify: warning: without effect: --max-tokens, --up-to "
+        "(--probe generates nothing)\n"
+    )
+    assert main(["verify", "--probe", "--kernels"]) == 2
+    assert "give one of them" in capsys.readouterr().err
+
+
 def test_wrong_kernels_are_a_fault_too(small, capsys, monkeypatch):
     monkeypatch.setattr(mlxspec.verification.run, "_kernels", lambda: ("metal: 1 wrong", False))
     assert main(["verify", *small, "-m", "4"]) == 1

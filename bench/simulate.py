@@ -248,7 +248,9 @@ def decode(text: Text, curve: Curve, fixed: int | None = None, believed: TileCos
         budget = limit if fixed is None else min(fixed, limit)
         if adaptive is not None:
             adaptive.begin(text.history(position), limit, curve.width_of)
-            budget = adaptive.budget(source[0])
+            # A draft model knows what its own tokens take.
+            known_cost = text.drafts_cost * plain or None
+            budget = adaptive.budget(source[0], known_cost)
         source, tokens, known = text.propose(position, budget)
         draft_seconds = len(tokens) * text.drafts_cost * plain
         if adaptive is not None:

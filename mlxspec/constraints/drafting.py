@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,7 +10,7 @@ from mlxspec.constraints.lookahead import Lookahead
 from mlxspec.decoding.decoder import checked_proposal
 from mlxspec.decoding.target import TargetChoice
 from mlxspec.drafting.device import DeviceDraft
-from mlxspec.drafting.protocol import Drafter, TargetedDrafter, budget_for, source_of
+from mlxspec.drafting.protocol import BudgetOf, Drafter, TargetedDrafter, budget_for, source_of
 from mlxspec.engine.tokens import TokenView, token_ids
 
 
@@ -28,7 +28,7 @@ class ConstrainedDrafter:
     def __init__(self, drafter: Drafter | None, lookahead: Lookahead):
         self._drafter = drafter
         self._lookahead = lookahead
-        self.budget_of: Callable[[str], int] | None = None
+        self.budget_of: BudgetOf | None = None
         # What is certain in this round, until a guess is asked for.
         self._certain: list[int] | None = None
         # What the other drafter was shown beyond the history, and where it began.

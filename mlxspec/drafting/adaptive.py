@@ -63,6 +63,7 @@ class _Drafting:
         tried: Weight of all of them.
         runs: The latest outcome, and how probable its repetition was until now.
         costs: Seconds per drafted token in the latest rounds.
+        foretold: What the drafter itself says they take, or None.
         choice: Evidence and length of the last draft chosen.
         parked_for: Parked rounds since the last trial.
         interval: How many of them there are from one trial to the next.
@@ -73,6 +74,7 @@ class _Drafting:
     tried: dict[int, float] = field(default_factory=dict)
     runs: dict[int, tuple[bool, float]] = field(default_factory=dict)
     costs: deque[float] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
+    foretold: float | None = None
     choice: tuple[int, int] = (0, 0)
     parked_for: int = 0
     interval: int = _TRIAL_INTERVAL
@@ -109,6 +111,8 @@ class _Drafting:
         """Seconds of a drafted token, 0 where it is too little to matter; `plain` is a step's."""
         if self.costs:
             seconds = statistics.median(self.costs)
+        elif self.foretold is not None:
+            seconds = self.foretold
         else:
             seconds = 0.0 if self.name == "lookup" else _ASSUMED_DRAFT_COST * plain
         return seconds if seconds > _FREE * plain else 0.0
@@ -184,9 +188,15 @@ class AdaptiveDraftCount:
         self._drafted = None
         self._on_trial = None
 
-    def budget(self, name: str) -> int:
-        """How many tokens to ask a source for: all that can be used where they cost nothing."""
+    def budget(self, name: str, seconds_per_token: float | None = None) -> int:
+        """How many tokens to ask a source for: all that can be used where they cost nothing.
+
+        Args:
+            name: The source.
+            seconds_per_token: What a token of it takes, where that is known beforehand.
+        """
         drafting = self._drafting(name)
+        drafting.foretold = seconds_per_token
         cost = drafting.cost(self._plain_cost)
         if cost == 0.0 or self._limit == 0 or name == _CERTAIN:
             return self._limit
@@ -338,7 +348,18 @@ class AdaptiveDraftCount:
         return expected <= _STAKE * self._capital
 
     def _trial(self, per_token: float) -> int:
-        """A short draft in the narrowest tile that has room for one, if it can be afforded."""
+        """A short draft in the narrowest tile that has room for one, if it can be afforded.
+
+        And if it could pay: of drafts that cost more than plain steps there is nothing to learn.
+        """
+        sure = 1.0 + self._certain
+        undrafted = sure / self._costs.of(self._width_of(0))
+        if not any(
+            sure + drafts
+            > undrafted * (self._costs.of(self._width_of(drafts)) + per_token * drafts)
+            for drafts in range(1, self._limit + 1)
+        ):
+            return 0
         width = self._width_of(1)
         count = 1
         while count < min(self._limit, _LONGEST_TRIAL) and self._width_of(count + 1) == width:

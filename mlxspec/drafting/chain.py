@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from mlxspec.drafting.protocol import Drafter, TargetedDrafter, budget_for, source_of
+from mlxspec.drafting.protocol import BudgetOf, Drafter, TargetedDrafter, budget_for, source_of
 
 if TYPE_CHECKING:
     from mlxspec.decoding.target import TargetChoice
@@ -20,7 +20,7 @@ class Chain:
         *drafters: At least one.
 
     Attributes:
-        budget_of: Most tokens to ask a source for, by its name; None: as many as of all others.
+        budget_of: Most tokens to ask a source for; None: as many as of all others.
 
     Raises:
         ValueError: No drafter.
@@ -36,7 +36,7 @@ class Chain:
                     f"Chain: expected drafters with propose, commit and reset, got {drafter!r}"
                 )
         self.drafters = drafters
-        self.budget_of: Callable[[str], int] | None = None
+        self.budget_of: BudgetOf | None = None
         self._answered: Drafter = drafters[0]
 
     @property

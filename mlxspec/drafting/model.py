@@ -103,6 +103,11 @@ class DraftModel:
         """Forwards of the draft model so far, those over prompts included."""
         return self._forwards_elsewhere + (self._engine_forwards if self._engine else 0)
 
+    @property
+    def seconds_per_token(self) -> float:
+        """What a drafted token takes: measured once per model and device, see `tile_costs`."""
+        return self.engine.tile_costs.of(self.engine.tile_widths[0])
+
     def require_vocabulary(self, vocab_size: int, tokenizer: Any) -> None:
         """See `TargetedDrafter`. Without both tokenizers the sizes alone are compared."""
         require_same_vocabulary(vocab_size, tokenizer, self.engine.vocab_size, self.tokenizer)

@@ -88,18 +88,27 @@ def source_of(drafter: Drafter) -> tuple[str, int]:
     return getattr(drafter, "source", (type(drafter).__name__, 0))
 
 
-def budget_for(drafter: Drafter, budget: int, budget_of: Callable[[str], int] | None) -> int:
+# Most tokens that a source should draft, by its name and by what a token of it takes in seconds,
+# where that is known beforehand.
+BudgetOf = Callable[[str, float | None], int]
+
+
+def budget_for(drafter: Drafter, budget: int, budget_of: BudgetOf | None) -> int:
     """How many tokens to ask a drafter for, where its source may have a budget of its own.
 
     A drafter that asks others is handed `budget_of`, and asks each of them for no more than that
-    allows: what one source should draft says nothing of another that costs more.
+    allows: what one source should draft says nothing of another that costs more. A drafter that
+    knows what its tokens take says so as `seconds_per_token`.
 
     Args:
         drafter: The one to be asked.
         budget: Most tokens that can be used.
-        budget_of: Most tokens that a source should draft, by its name; None: `budget`.
+        budget_of: Most tokens that a source should draft; None: `budget`.
     """
     if hasattr(drafter, "budget_of"):
         drafter.budget_of = budget_of
         return budget
-    return budget if budget_of is None else min(budget, budget_of(source_of(drafter)[0]))
+    if budget_of is None:
+        return budget
+    seconds = getattr(drafter, "seconds_per_token", None)
+    return min(budget, budget_of(source_of(drafter)[0], seconds))

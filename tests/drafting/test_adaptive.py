@@ -131,6 +131,19 @@ def test_a_parked_draft_model_is_asked_for_nothing_but_now_and_then_and_ever_rar
     assert all(asked[-10:])
 
 
+@pytest.mark.parametrize("certain", [0, 1])
+def test_a_draft_model_dearer_than_the_target_itself_is_never_asked(certain):
+    adaptive = AdaptiveDraftCount(FLAT)
+    history = [1]
+    for _ in range(300):
+        adaptive.begin(history, 31, width_of, certain)
+        assert adaptive.budget("model", 2.0 * FLAT.of(1)) == 0
+        assert adaptive.parked
+        assert adaptive.keep(("model", 0), 0, 0.0) == 0
+        adaptive.record(drafted=0, accepted=0, emitted=1, width=1, seconds=FLAT.of(1))
+        history.append(1)
+
+
 def test_one_slow_round_and_one_that_traced_change_no_length():
     def lengths(slow, usual):
         adaptive = AdaptiveDraftCount(FLAT)

@@ -436,6 +436,14 @@ class StaticShapeEngine(OneSequence):
             if name not in self._own_changes
         )
 
+    @contextmanager
+    def lease(self) -> Iterator[None]:
+        """Hold the engine for one sequence; a second holder gets `EngineBusy`."""
+        with super().lease():
+            # All that is there counts as reached, in however few blocks: see `longest_rewind`.
+            self._state.begin_call(self._cursor)
+            yield
+
     def prefill(self, tokens: Sequence[int], progress: ProgressCallback | None = None) -> None:
         """Extend the history by `tokens` and process them in wide tiles without logits.
 

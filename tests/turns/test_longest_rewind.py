@@ -64,6 +64,7 @@ def wide_tiles(engine, tokens):
 @pytest.mark.parametrize("index", range(len(ALL_SETUPS)))
 @given(turns=turns, rounds=rounds, aligned=st.booleans())
 @example(turns=[(20, 9, 2), (3, 9, 4)], rounds=[(20, 8)], aligned=False)
+@example(turns=[(20, 16, 4), (0, 1, 0)], rounds=[(7, 7)] * 3, aligned=True)
 @example(turns=[(19, 9, 0), (20, 7, 0), (9, 2, 0)], rounds=[(5, 2)] * 9, aligned=True)
 def test_every_turn_after_drafts_goes_on_from_where_it_would_without(index, turns, rounds, aligned):
     plain, drafted = two_engines(index)
@@ -82,16 +83,17 @@ def test_every_turn_after_drafts_goes_on_from_where_it_would_without(index, turn
         answer(drafted, text, drafts, aligned)
         assert list(plain.tokens) == list(drafted.tokens)
         cursor = plain.processed_token_count
-        for to in range(cursor + 2):
-            farthest = plain.longest_rewind(to)
-            assert farthest == drafted.longest_rewind(to), to
-            assert farthest <= to
+        with plain.lease(), drafted.lease():
+            for to in range(cursor + 2):
+                farthest = plain.longest_rewind(to)
+                assert farthest == drafted.longest_rewind(to), to
+                assert farthest <= to
+                for engine in (plain, drafted):
+                    assert engine.allows_rewind(farthest)
+                    assert legal_to_go_on(engine, farthest)
+            assert plain.longest_rewind(cursor) == cursor
             for engine in (plain, drafted):
-                assert engine.allows_rewind(farthest)
-                assert legal_to_go_on(engine, farthest)
-        assert plain.longest_rewind(cursor) == cursor
-        for engine in (plain, drafted):
-            engine.reset(engine.longest_rewind(cursor - min(back, cursor)))
+                engine.reset(engine.longest_rewind(cursor - min(back, cursor)))
 
 
 @pytest.mark.parametrize("setup", ALL_SETUPS, ids=str)

@@ -33,9 +33,9 @@ class ModelState:
         slots: The slot layers' arrays.
         checkpoints: Recurrent states by ascending position; never empty.
         pinned: Position of a checkpoint that is kept: that of the prompt's end.
-        reached: The most tokens that a call has begun with since the last start at 0: unlike the
-            high-water mark it does not tell how much was drafted, if every call begins after the
-            rejected tokens of the one before are taken back.
+        reached: The most tokens that a call or a lease has begun with since the last start at 0:
+            unlike the high-water mark it does not tell how much was drafted, if both begin after
+            the rejected tokens of the call before are taken back.
         high_water: One past the highest position written into the rings since the last start at
             0, padding and rejected rows included.
         non_finite_until: One past the last slot that a row that was not a number has written.
@@ -154,7 +154,7 @@ class ModelState:
         self.non_finite_until = 0
 
     def begin_call(self, cursor: int) -> None:
-        """A call begins that extends a state of `cursor` tokens."""
+        """A call or a lease begins with a state of `cursor` tokens."""
         self.reached = max(self.reached, cursor)
 
     def begin_write(self, end: int) -> None:

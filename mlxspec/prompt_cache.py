@@ -66,10 +66,13 @@ def save_prompt_cache(
 
     Raises:
         PromptCacheError: An engine whose state cannot be written, or that holds nothing.
+        ValueError: Metadata that are not texts by names.
         EngineBusy: Somebody is generating with the engine.
         OSError: The file cannot be written.
     """
     static = _static(engine)
+    if not _texts_by_name(metadata := dict(metadata or {})):
+        raise ValueError(f"metadata: expected texts by names, got {metadata!r}")
     with static.lease():
         image = static.image()
     if not image.tokens:
@@ -89,7 +92,7 @@ def save_prompt_cache(
             "checkpoints": [checkpoint.position for checkpoint in image.checkpoints],
             "pinned": image.pinned,
             "reached": image.reached,
-            "metadata": dict(metadata or {}),
+            "metadata": metadata,
         }
     )
     described = {"format": FORMAT, "version": str(VERSION), "content": content}
@@ -176,6 +179,12 @@ def read_prompt_cache_header(file_name: str | Path) -> PromptCacheHeader | None:
         )
     try:
         content = json.loads(described["content"])
+        if not (
+            isinstance(content["token_count"], int)
+            and isinstance(content["quantization"], dict | None)
+            and _texts_by_name(content["metadata"])
+        ):
+            raise TypeError
         return PromptCacheHeader(
             ModelIdentity(**content["model"]),
             content["quantization"],
@@ -267,6 +276,12 @@ def _quantization(engine: StaticShapeEngine) -> dict[str, int] | None:
         "kv_group_size": engine.kv_quantization.group_size,
         "quantized_kv_start": engine.quantized_from,
     }
+
+
+def _texts_by_name(metadata: object) -> bool:
+    return isinstance(metadata, dict) and all(
+        isinstance(text, str) for entry in metadata.items() for text in entry
+    )
 
 
 def _in_words(quantization: Mapping[str, int] | None) -> str:

@@ -191,9 +191,10 @@ def existing_file(text: str) -> str:
 
 def file_to_write(text: str) -> str:
     """A name for a file in a folder that can be written to."""
-    path = Path(text)
-    if path.is_dir():
-        raise ArgumentTypeError(f"expected a file, got {text!r}: there is a folder")
+    path = Path(os.path.realpath(text))
+    if path.exists() and not path.is_file():
+        found = "a folder" if path.is_dir() else "something else"
+        raise ArgumentTypeError(f"expected a file, got {text!r}: there is {found}")
     if not os.access(path.parent, os.W_OK):
         there = "cannot be written to" if path.parent.is_dir() else "is not there"
         raise ArgumentTypeError(

@@ -114,9 +114,14 @@ def test_saving_changes_nothing_and_what_is_read_goes_back_as_far(case, tmp_path
     for e in (engine, other):
         assert [e.longest_rewind(to) for to in range(e.processed_token_count + 1)] == before
     assert list(other.tokens) == list(engine.tokens)
-    # Writing what was read gives the same file.
+    # Writing what was read gives the same file, also after a turn that goes back.
     save_prompt_cache(tmp_path / "again", other, {"of": "mine"})
     assert (tmp_path / "file").read_bytes() == (tmp_path / "again").read_bytes()
+    prompt = [*engine.tokens[:-4], 3]
+    for e in (engine, other):
+        turn(e, prompt, 1)
+        save_prompt_cache(tmp_path / str(e is other), e)
+    assert (tmp_path / "True").read_bytes() == (tmp_path / "False").read_bytes()
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -253,8 +258,14 @@ def test_foreign_files_are_refused(tmp_path, saved):
     refused(file, small_engine(), "expected a file of .* got other safetensors")
     file.write_text("once upon a time")
     refused(file, small_engine(), "is no prompt cache")
-    for content in ("[]", "{}", "{", '{"model": {}}'):
-        rewritten(saved, content=content)
+    _, metadata = mx.load(str(saved), return_metadata=True, format="safetensors")
+    content = json.loads(metadata["content"])
+    others = [
+        json.dumps(content | {name: value})
+        for name, value in (("token_count", "9"), ("quantization", [8]), ("metadata", {"model": 3}))
+    ]
+    for text in ("[]", "{}", "{", '{"model": {}}', *others):
+        rewritten(saved, content=text)
         refused(saved, small_engine(), "its header does not say what it should")
 
 
@@ -293,6 +304,47 @@ def test_the_prompt_of_a_file_of_ours_is_compared_if_it_is_given(saved):
     tokens = list(small_engine().tokens)
     load_prompt_cache(saved, small_engine(), prompt=mx.array(tokens))
     refused(saved, small_engine(), "covers other tokens than the prompt", prompt=tokens[:-1])
+
+
+def test_metadata_are_texts(saved):
+    before = saved.read_bytes()
+    for metadata in ({"of": 3}, {3: "of"}, {"of": None}):
+        with pytest.raises(ValueError, match="metadata: expected texts by names"):
+            save_prompt_cache(saved, small_engine(), metadata)
+    assert saved.read_bytes() == before
+
+
+def test_who_may_read_the_old_file_may_read_the_new_one_and_nobody_else(saved, monkeypatch):
+    while_written = []
+    write = mx.save_safetensors
+
+    def watched(file, *arguments):
+        write(file, *arguments)
+        while_written.append(Path(file.name).stat().st_mode & 0o777)
+
+    monkeypatch.setattr(mx, "save_safetensors", watched)
+    for mode in (0o600, 0o664):
+        saved.chmod(mode)
+        save_prompt_cache(saved, small_engine())
+        assert saved.stat().st_mode & 0o777 == mode == while_written.pop()
+
+
+def test_what_is_no_file_is_not_replaced_by_one(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe", "loop", "folder"):
+        before = (tmp_path / name).lstat()
+        with pytest.raises(OSError, match=name):
+            save_prompt_cache(tmp_path / name, small_engine())
+        assert (tmp_path / name).lstat() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "loop", "pipe"]
+
+
+def test_a_file_may_have_any_name_that_files_may_have(tmp_path):
+    for name in ("n" * 255, "\u65e5" * 85, "a b\n"):
+        save_prompt_cache(tmp_path / name, small_engine())
+        load_prompt_cache(tmp_path / name, small_engine())
 
 
 def test_a_missing_file_is_an_os_error(tmp_path):

@@ -24,6 +24,22 @@ def require_callable(name: str, value: Any, arguments: str) -> None:
         raise ValueError(f"{name}: expected a function of {arguments}, got {value!r}")
 
 
+def require_text(name: str, value: Any) -> None:
+    """Refuse what no tokenizer takes.
+
+    Args:
+        name: How the message calls it.
+        value: What came.
+
+    Raises:
+        ValueError: It is no string, or has halves of characters, which are no text in UTF-8.
+    """
+    try:
+        value.encode()
+    except (AttributeError, UnicodeEncodeError):
+        raise ValueError(f"{name}: expected text that UTF-8 can say, got {value!r}") from None
+
+
 def require_engine(engine: Any) -> None:
     """Refuse what is no engine.
 

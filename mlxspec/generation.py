@@ -19,6 +19,7 @@ from mlx_lm.generate import wired_limit
 from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 
 from mlxspec.assembly import make_decoder
+from mlxspec.callers import require_text
 from mlxspec.constraints.grammar import Grammar
 from mlxspec.constraints.protocol import Constraint
 from mlxspec.decoding import Emission, SpeculationStats
@@ -165,7 +166,12 @@ def generate(
 
 
 def encode(tokenizer: TokenizerWrapper, text: str) -> list[int]:
-    """Token ids of a prompt, with the special tokens unless the text begins with one already."""
+    """Token ids of a prompt, with the special tokens unless the text begins with one already.
+
+    Raises:
+        ValueError: It is no text.
+    """
+    require_text("prompt", text)
     bare = tokenizer.bos_token is None or not text.startswith(tokenizer.bos_token)
     return tokenizer.encode(text, add_special_tokens=bare)
 

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
+from mlxspec.callers import require_text
 from mlxspec.errors import GrammarError
 
 # JSON as `json.dumps` lays it out. With any whitespace allowed, a small model can write nothing
@@ -89,8 +90,10 @@ class Grammar:
             GrammarError: It is no regular expression, no text matches it, or it says something
                 that is not supported; the message names it.
         """
-        if not isinstance(pattern, str):
-            raise GrammarError(f"regex: expected a string, got {pattern!r}")
+        try:
+            require_text("regex", pattern)
+        except ValueError as problem:
+            raise GrammarError(str(problem)) from None
         return cls(f"regex {pattern!r}", "regex", LLMatcher.grammar_from_regex(pattern))
 
     def __repr__(self) -> str:

@@ -14,10 +14,13 @@ from jinja2 import TemplateError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec.assembly import make_decoder
+from mlxspec.callers import require_text
 from mlxspec.conversation.fed_text import FedText
 from mlxspec.decoding import SpeculationStats
+from mlxspec.decoding.decoder import token_set
 from mlxspec.decoding.stops import StopStrings
-from mlxspec.engine import SpeculativeEngine, StaticShapeEngine
+from mlxspec.engine import SpeculativeEngine
+from mlxspec.engine.pool import new_engine
 from mlxspec.engine.protocol import ProgressCallback
 from mlxspec.errors import ContextFull
 from mlxspec.generation import GenerationResponse, stream_generate
@@ -60,7 +63,8 @@ class Conversation:
     Args:
         model: A model of mlx-lm.
         tokenizer: Its tokenizer.
-        engine: Runs the model, for this conversation alone; None makes a `StaticShapeEngine`.
+        engine: Runs the model, for this conversation alone; "static" (None is the same) and
+            "dynamic" make one.
         system_prompt: What the model is told before the first turn.
         max_tokens: Most tokens of an answer; -1 goes on until the context ends.
         context_policy: What to do where the next turn does not fit into the engine's context.
@@ -87,7 +91,7 @@ class Conversation:
         model: nn.Module,
         tokenizer: Any,
         *,
-        engine: SpeculativeEngine | None = None,
+        engine: SpeculativeEngine | str | None = None,
         system_prompt: str | None = None,
         max_tokens: int = DEFAULT_MAX_TOKENS,
         context_policy: ContextPolicy = "stop",
@@ -114,11 +118,16 @@ class Conversation:
         self.has_template = bool(tokenizer.has_chat_template and use_chat_template)
         self._template_config = dict(chat_template_config or {})
         self._encode = partial(tokenizer.encode, add_special_tokens=not self.has_template)
-        if system_prompt is not None and not self.has_template:
-            raise ValueError("system_prompt: without a chat template there is no place for it")
+        if system_prompt is not None:
+            require_text("system_prompt", system_prompt)
+            if not self.has_template:
+                raise ValueError("system_prompt: without a chat template there is no place for it")
         self._render([], "hello")
         StopStrings(stop_strings)
-        self.engine: SpeculativeEngine = engine if engine is not None else StaticShapeEngine(model)
+        token_set(stop_tokens)
+        if engine is None or isinstance(engine, str):
+            engine = new_engine(model, engine or "static")
+        self.engine: SpeculativeEngine = engine
         make_decoder(model, engine=self.engine, **options)
         self._options = {"stop_tokens": stop_tokens, "stop_strings": stop_strings, **options}
         self.turns: list[Turn] = []
@@ -164,8 +173,7 @@ class Conversation:
             EngineBusy: The answer before is still being generated.
             ValueError: The chat template does not take the message.
         """
-        if not isinstance(message, str):
-            raise ValueError(f"message: expected a text, got {message!r}")
+        require_text("message", message)
         first, fed = self._fitted(message)
         stats = SpeculationStats()
         responses = stream_generate(
@@ -299,7 +307,7 @@ class Conversation:
             rendered: str = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True, **self._template_config
             )
-        except TemplateError as problem:
+        except (TemplateError, TypeError, ValueError) as problem:
             raise ValueError(f"the model's chat template refuses this chat: {problem}") from problem
         return rendered
 

@@ -79,10 +79,13 @@ def _save_state(conversation: Conversation, path: Path, model: str) -> None:
     if not conversation.turns:
         raise PromptCacheError("nothing was said yet, so there is nothing to go on from")
     engine = conversation.engine
-    shared = common_length(engine.tokens, saved["ids"])
-    if shared < engine.processed_token_count:
-        # A message whose answer had not begun is forgotten, also by the engine.
-        engine.reset(engine.longest_rewind(shared))
+    with engine.lease():
+        shared = common_length(engine.tokens, saved["ids"])
+        if shared < engine.processed_token_count:
+            # A message whose answer had not begun is forgotten, also by the engine.
+            held = engine.longest_rewind(shared)
+            engine.reset(held)
+            engine.prefill(saved["ids"][held:shared])
     metadata = {"model": model, CONVERSATION: json.dumps(saved)}
     save_prompt_cache(path, engine, metadata)
 

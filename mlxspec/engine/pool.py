@@ -39,6 +39,23 @@ _KEPT_FREE = 4
 _CHOOSING = threading.RLock()
 
 
+def new_engine(model: nn.Module, kind: str = "static", **options: Any) -> Engine:
+    """An engine that is its caller's own.
+
+    Args:
+        model: A model of mlx-lm.
+        kind: "static" or "dynamic".
+        **options: Keyword arguments of the engine's class.
+
+    Raises:
+        UnsupportedModel: The static engine cannot take the model.
+        ValueError: An unknown kind, or an option out of range.
+    """
+    if kind not in ENGINE_KINDS:
+        raise ValueError(f"engine: expected 'static' or 'dynamic', got {kind!r}")
+    return ENGINE_KINDS[kind](model, **options)
+
+
 def engine_for(
     model: nn.Module, kind: str = "static", *, role: str = "target", **options: Any
 ) -> Engine:
@@ -59,8 +76,6 @@ def engine_for(
         UnsupportedModel: The static engine cannot take the model.
         ValueError: An unknown kind, or an option out of range.
     """
-    if kind not in ENGINE_KINDS:
-        raise ValueError(f"engine: expected 'static' or 'dynamic', got {kind!r}")
     options = {name: value for name, value in options.items() if value is not None}
     key = (role, kind, tuple(sorted((name, _hashable(value)) for name, value in options.items())))
     with _CHOOSING:
@@ -70,7 +85,7 @@ def engine_for(
         own = (entry for entry in reversed(kept) if entry[0] == key and entry[1].model is model)
         entry = next((entry for entry in own if not entry[1].leased), None)
         if entry is None:
-            entry = (key, ENGINE_KINDS[kind](model, **options))
+            entry = (key, new_engine(model, kind, **options))
         else:
             kept.remove(entry)
         kept.append(entry)

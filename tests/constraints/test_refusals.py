@@ -54,7 +54,8 @@ PATTERNS = [
     (r"\bfoo", "lookarounds not supported"),
     (r"[^\s\S]", "no text satisfies it"),
     (r"a[^\s\S]", "no text satisfies it"),
-    (3, "expected a string, got 3"),
+    (3, "expected text that UTF-8 can say, got 3"),
+    ("half of \ud83d", "expected text that UTF-8 can say"),
 ]
 
 

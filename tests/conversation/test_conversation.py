@@ -22,6 +22,7 @@ from mlxspec.conversation import resume_conversation, save_conversation
 from mlxspec.errors import PromptCacheError
 from mlxspec.generation import stream_generate
 from mlxspec.prompt_cache import save_prompt_cache
+from tests.cases import varied_model
 from tests.cli.story_model import STORY, TEMPLATE, WORDS
 
 MESSAGES = ["Once upon a", "one quick brown fox jumping", f"{WORDS} at all {WORDS}", "two"]
@@ -266,6 +267,9 @@ def test_without_a_template_the_conversation_is_one_running_text(
         ({"system_prompt": "forbidden"}, "template refuses this chat: no such system"),
         ({"system_prompt": "x", "use_chat_template": False}, "without a chat template"),
         ({"temp": -1}, "temp"),
+        ({"stop_tokens": ["END"]}, "stop_tokens: expected a whole number"),
+        ({"system_prompt": 3}, "system_prompt: expected text"),
+        ({"chat_template_config": {"tokenize": True}}, "template refuses this chat.*tokenize"),
         ({"tile_widths": (1,)}, "tile_widths: set when the engine is made"),
     ],
 )
@@ -276,6 +280,28 @@ def test_options_are_refused_when_the_conversation_is_made(
     with pytest.raises(ValueError, match=message):
         Conversation(teller, tokenizer, engine=engine, **options)
     assert engine.call_count == calls
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_a_conversation_makes_the_engine_that_is_named(
+    kind: str, teller: Any, tokenizer: Any
+) -> None:
+    conversation = Conversation(teller, tokenizer, engine=kind, max_tokens=4)
+    assert say(conversation, "two")[0] == "Once upon a time"
+    say(conversation, "dogs")
+    assert conversation.turns[-1].stats.reused_tokens > 0
+    with pytest.raises(ValueError, match="expected 'static' or 'dynamic', got 'quick'"):
+        Conversation(teller, tokenizer, engine="quick")
+
+
+def test_a_message_that_is_no_text_costs_nothing(teller: Any, engine: Any, tokenizer: Any) -> None:
+    conversation = Conversation(teller, tokenizer, engine=engine)
+    say(conversation, "two")
+    before = list(engine.tokens), list(conversation.turns)
+    for message in ("half of \ud83d", b"two", None):
+        with pytest.raises(ValueError, match="message: expected text"):
+            conversation.reply(message)
+    assert (list(engine.tokens), list(conversation.turns)) == before
 
 
 def test_a_message_that_the_template_refuses_costs_nothing(
@@ -428,6 +454,39 @@ def test_a_saved_conversation_goes_on_as_if_it_had_never_stopped(
     assert fed[-1] == fed[-2]
     assert second.turns[-1].stats.reused_tokens == held
     assert [turn.ending for turn in second.turns] == ["stop"] * 3
+
+
+def test_saving_in_the_midst_of_an_answer_is_refused_and_costs_nothing(
+    teller: Any, tokenizer: Any, tmp_path: Any
+) -> None:
+    conversation = Conversation(teller, tokenizer)
+    say(conversation, "two")
+    responses = conversation.reply("dogs")
+    text = next(responses).text + next(responses).text
+    with pytest.raises(EngineBusy):
+        save_conversation(conversation, tmp_path / "chat.safetensors", model="story")
+    assert text + "".join(r.text for r in responses) == STORY
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_forgotten_message_costs_a_saved_conversation_nothing(
+    tokenizer: Any, tmp_path: Any, fed: list[list[int]]
+) -> None:
+    """Also where the layers cannot go back to before it: what they forgot is read again."""
+
+    def fail(tokens: mx.array, logits: mx.array) -> mx.array:
+        return logits if tokens.size < 60 else 1 / 0
+
+    model = varied_model("lfm2", vocab_size=len(tokenizer))
+    options = {"max_tokens": 4, "logits_processors": [fail]}
+    conversation = Conversation(model, tokenizer, **options)
+    _, answer = say(conversation, "two")
+    with pytest.raises(ZeroDivisionError):
+        next(conversation.reply(f"{WORDS} {WORDS} {WORDS}"))
+    save_conversation(conversation, tmp_path / "chat.safetensors", model="story")
+    other = Conversation(model, tokenizer, **options)
+    resume_conversation(other, tmp_path / "chat.safetensors")
+    assert list(other.engine.tokens) == [*fed[0], *answer]
 
 
 def test_a_file_without_a_conversation_changes_nothing(

@@ -91,6 +91,11 @@ def _run(argv: Sequence[str] | None) -> int:
     warn_of_idle(_NAME, without_effect(parser, args) + invisible_drafts(args, style))
     read_line = terminal_reader() if on_terminal else line_reader(sys.stdin)
     loaded = load_for(args, args.draft_model, cached.refuse_structure if cached else None)
+    if cached is not None and cached.token_count >= loaded.context_length:
+        raise UsageError(
+            f"--prompt-cache-file {cached.path}: its {cached.token_count} tokens do not fit into a "
+            f"context of {loaded.context_length}; raise --max-context-length"
+        )
     # What the template refuses of the system prompt it refuses now, before weights are read.
     prompt_ids(loaded.tokenizer, "hello", args)
     if not loaded.tokenizer.has_chat_template and not args.ignore_chat_template:
@@ -106,7 +111,8 @@ def _run(argv: Sequence[str] | None) -> int:
         print(_greeting(args, loaded, style), file=sys.stderr)
     conversation = _conversation(loaded, args, grammar, cached)
     if conversation.turns:
-        print(f"[going on after {len(conversation.turns)} turns]", file=sys.stderr)
+        said = "1 turn" if len(conversation.turns) == 1 else f"{len(conversation.turns)} turns"
+        print(f"[going on after {said}]", file=sys.stderr)
     session = ChatSession(conversation, read_line, args.model, style, on_terminal=on_terminal)
     return session.run()
 
@@ -124,7 +130,7 @@ def _conversation(
 
     from mlxspec.conversation import Conversation
     from mlxspec.conversation.files import resume_conversation
-    from mlxspec.engine.pool import ENGINE_KINDS
+    from mlxspec.engine.pool import new_engine
 
     templated = loaded.tokenizer.has_chat_template and not args.ignore_chat_template
     options = {k: v for k, v in engine_arguments(args, loaded).items() if v is not None}
@@ -134,7 +140,7 @@ def _conversation(
         conversation = Conversation(
             loaded.model,
             loaded.tokenizer,
-            engine=ENGINE_KINDS[args.engine](loaded.model, **options),
+            engine=new_engine(loaded.model, args.engine, **options),
             system_prompt=args.system_prompt if templated else None,
             max_tokens=args.max_tokens,
             context_policy=args.context_policy,

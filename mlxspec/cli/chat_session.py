@@ -144,7 +144,7 @@ class ChatSession:
             return
         turn = conversation.turns[-1]
         # What was held back when the answer was stopped.
-        print(turn.answer.partition(printed)[2], flush=True)
+        print(turn.answer.partition(printed)[2] if printed else turn.answer, flush=True)
         self._say_ending(turn, last)
 
     def _print(self, text: str, *, drafted: bool) -> None:

@@ -119,7 +119,7 @@ def _chat(
             add_generation_prompt=not prefilled,
             **(args.chat_template_config or {}),
         )
-    except TemplateError as problem:
+    except (TemplateError, TypeError, ValueError) as problem:
         raise UsageError(
             f"the model's chat template refuses this chat: {problem}; change --system-prompt or "
             "--chat-template-config, or give --ignore-chat-template"

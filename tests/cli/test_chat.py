@@ -86,6 +86,14 @@ def test_answers_to_piped_lines_come_alone_and_are_the_api_s(
     assert outcome.err == "[cut after 30 tokens; --max-tokens allows more]\n" * 3
 
 
+def test_an_answer_without_a_word_is_an_empty_line(chat: Chat, story_model: Path) -> None:
+    tokenizer = mlxspec.load(str(story_model), lazy=True)[1]
+    (once,) = tokenizer.encode("Once", add_special_tokens=False)
+    outcome = chat("two\nOnce upon\n", "-m", 4, "--extra-eos-token", once)
+    assert outcome.code == 0
+    assert outcome.out == "\n\n"
+
+
 def test_commands_are_obeyed_and_others_are_explained(chat: Chat, tmp_path: Path) -> None:
     name = tmp_path / "chat.md"
     entries = [
@@ -194,7 +202,9 @@ def test_a_model_without_a_template_is_one_running_text_and_says_so(
     assert "without effect: --system-prompt (the model has no chat template)" in outcome.err
 
 
-def test_a_saved_chat_goes_on_in_another(chat: Chat, story_model: Path, tmp_path: Path) -> None:
+def test_a_saved_chat_goes_on_in_another(
+    chat: Chat, story_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = tmp_path / "chat.safetensors"
     whole = chat("two\none quick\ndogs\n", "-m", 30, "--prompt-lookup", "--system-prompt", "Tell.")
     begin = chat(f"two\none quick\n/save {name}\n", "-m", 30, "--system-prompt", "Tell.")
@@ -207,6 +217,11 @@ def test_a_saved_chat_goes_on_in_another(chat: Chat, story_model: Path, tmp_path
     assert "The conversation: 3 turns" in end.out
     outcome = chat("dogs", *resumed, "--engine", "dynamic")
     assert (outcome.code, outcome.out) == (2, "")
+    with monkeypatch.context() as patch:
+        patch.setattr("mlx.core.eval", lambda *a: pytest.fail("weights were read"))
+        outcome = chat("dogs", *resumed, "--max-context-length", 30)
+    assert outcome.code == 2
+    assert "tokens do not fit into a context of 30; raise --max-context-length" in outcome.err
     prompt = tmp_path / "prompt.safetensors"
     words = ["cache-prompt", "--model", str(story_model), "-p", "two", "--prompt-cache-file"]
     assert main([*words, str(prompt)]) == 0

@@ -450,9 +450,14 @@ class _RunningCosts:
         samples = self._relative.get(width, ())
         if len(samples) >= _ENOUGH:
             return statistics.median(samples)
+        # The machine may have been slower throughout when the curve was measured, so a wider tile
+        # is taken to be as far off as the widest known one below it. A narrower one is not: where
+        # all looks dear but plain steps, one of those is made and shows what they cost.
+        narrower = [w for w, seen in self._relative.items() if w < width and len(seen) >= _ENOUGH]
+        expected = statistics.median(self._relative[max(narrower)]) if narrower else 1.0
         # What disturbs a measurement adds to it: one quick tile shows a curve that is too dear,
         # one slow tile shows nothing.
-        return min(1.0, *samples) if samples else 1.0
+        return min(expected, *samples) if samples else expected
 
 
 def _bucket(evidence: int) -> int:

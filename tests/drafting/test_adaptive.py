@@ -183,3 +183,26 @@ def test_a_curve_that_was_measured_on_a_busy_machine_is_found_out(text):
     found_out = decode(text, curve, believed=busy).seconds
     assert text.length * curve.costs.of(1) / found_out >= FLOOR
     assert found_out < 1.5 * decode(text, curve).seconds
+
+
+@pytest.mark.parametrize("factor", [0.1, 0.3, 3.5, 10.0])
+@pytest.mark.parametrize("text", recorded_texts(), ids=lambda text: text.name)
+def test_a_machine_slower_or_faster_than_when_it_was_measured_drafts_as_much(text, factor):
+    # The first steps of most texts are plain: what they show of the machine holds for all widths.
+    curve = CURVES[2]
+    scaled = TileCosts(tuple((width, factor * cost) for width, cost in curve.costs.seconds))
+    found_out = decode(text, curve, believed=scaled).seconds
+    assert found_out < 1.15 * decode(text, curve).seconds
+
+
+def test_plain_steps_quicker_than_measured_do_not_make_drafts_look_dear():
+    adaptive = AdaptiveDraftCount(TileCosts(((1, 0.45), (2, 0.57), (4, 0.88), (8, 1.34))))
+    for _ in range(20):
+        adaptive.begin([1], 0, width_of)
+        adaptive.keep(("lookup", 3), 0, 0.0, [])
+        adaptive.record(drafted=0, accepted=0, emitted=1, width=1, seconds=0.128)
+    found = adaptive.costs()
+    assert found.of(1) == pytest.approx(0.128, rel=0.01)
+    assert found.of(8) / found.of(1) == pytest.approx(1.34 / 0.45)
+    _, kept = rounds(adaptive, [True] * 20, limit=7)
+    assert max(kept) == 7

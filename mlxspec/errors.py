@@ -28,7 +28,7 @@ class EngineBusy(MlxspecError, RuntimeError):
 
 
 class RewindRefused(MlxspecError, RuntimeError):
-    """The state no longer holds what a rewind would need; the engine is as it was."""
+    """The state lacks what a rewind needs; the engine is as it was, unless the message says so."""
 
 
 class PromptCacheError(MlxspecError, ValueError):

@@ -202,6 +202,7 @@ class SpeculativeDecoder:
         proposal = self._draft(anchor, wanted)
         width = self._tile_width_for(len(proposal))
         emitted = accepted = 0
+        failed = True
         try:
             rows, draft, scores = self._verify(anchor, proposal)
             if draft and self.engine.vocab_size in rows.nan_count:
@@ -227,8 +228,9 @@ class SpeculativeDecoder:
                     break
                 if from_draft:
                     self._require_number(rows, emitted, cursor)
+            failed = False
         finally:
-            self._rewind(cursor + emitted)
+            self._rewind(cursor + emitted, failed)
             if self.drafter is not None:
                 self.drafter.commit(cursor + 1 + emitted)
             if self._adaptive is not None and emitted:
@@ -404,16 +406,30 @@ class SpeculativeDecoder:
             raise _drafter_error(f"drafter {type(self.drafter).__name__}: {problem}") from problem
         return engine.verify([anchor, *ids], capture, key), ids
 
-    def _rewind(self, to: int) -> None:
-        """Leave the engine at what was emitted but for the newest token."""
+    def _rewind(self, to: int, failed: bool) -> None:
+        """Leave the engine at what was emitted but for the newest token, or empty.
+
+        Args:
+            to: Tokens it shall cover.
+            failed: Whether the round ended early: because something failed, or nobody wants more.
+
+        Raises:
+            RewindRefused: The engine does not go back, so the text cannot go on.
+        """
         self._refuse_intruders()
         if self.engine.processed_token_count > to:
             try:
                 self._reset(to)
-            except RewindRefused:
-                # Only an engine that takes no drafts refuses, and only where nothing was emitted
-                # since something failed: what failed is the news, and the state is gone.
+            except RewindRefused as refusal:
+                # An engine that takes no drafts refuses where nothing was emitted since something
+                # failed: what failed is the news, and the state is gone.
                 self._reset(0)
+                if not failed:
+                    raise RewindRefused(
+                        "the engine did not take back rejected drafts, which its draft budget had "
+                        "promised; what was emitted is right, and the engine was emptied: begin "
+                        f"again with prompt and output ({refusal})"
+                    ) from refusal
         self._calls = self.engine.call_count
 
     def _reset(self, to: int) -> None:

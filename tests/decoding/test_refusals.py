@@ -483,3 +483,47 @@ def test_a_model_the_static_engine_cannot_take_is_refused_by_name_and_runs_plain
     steps = mlxspec.generate_step([1, 2, 3], model, max_tokens=4, engine="dynamic", stats=stats)
     assert len(list(steps)) == 4
     assert "mamba" in stats.why_off
+
+
+@pytest.mark.parametrize("adapts", [True, False])
+def test_an_engine_that_does_not_take_drafts_back_ends_the_text_and_says_so(
+    engine, monkeypatch, adapts
+):
+    """A fault of the engine: nothing wrong is emitted, and nothing of it is left behind."""
+    prompt = [1, 2, 3]
+    plain = [e.token for e in SpeculativeDecoder(engine).generate(prompt, max_tokens=12)]
+    engine.reset(0)
+
+    def refuses(to):
+        if to:
+            raise mlxspec.RewindRefused(f"cannot go back to {to}")
+        StaticShapeEngine.reset(engine, to)
+
+    monkeypatch.setattr(engine, "reset", refuses)
+    options = SpeculativeDecodingOptions(5, adaptive=adapts)
+    wrong = (plain[0] + 1) % engine.vocab_size
+    decoder = SpeculativeDecoder(engine, Proposes([wrong] * 3), options, seed=1)
+    engine._tile_costs = mlxspec.engine.costs.TileCosts(((1, 1.0), (16, 1.01)))
+    emitted = []
+    with pytest.raises(mlxspec.RewindRefused, match="engine was emptied: begin again"):
+        emitted += (e.token for e in decoder.generate(prompt, max_tokens=12))
+    assert emitted == plain[:1]
+    assert engine.processed_token_count == 0
+    monkeypatch.undo()
+    again = [e.token for e in SpeculativeDecoder(engine).generate(prompt, max_tokens=12)]
+    assert again == plain
+
+
+def test_what_failed_is_the_news_where_an_engine_then_does_not_go_back(engine, monkeypatch):
+    def refuses(to):
+        if to:
+            raise mlxspec.RewindRefused(f"cannot go back to {to}")
+        StaticShapeEngine.reset(engine, to)
+
+    wrong = Proposes([1, 1, 1])
+    steps = SpeculativeDecoder(engine, wrong, SpeculativeDecodingOptions(3)).generate([1, 2, 3])
+    monkeypatch.setattr(engine, "reset", refuses)
+    next(steps)
+    with pytest.raises(KeyError, match="mine"):
+        steps.throw(KeyError("mine"))
+    assert engine.processed_token_count == 0

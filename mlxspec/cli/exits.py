@@ -19,12 +19,13 @@ class UsageError(MlxspecError, ValueError):
     """The command line asks for something that cannot be; the message names the option."""
 
 
-def run_command(name: str, command: Callable[[], int]) -> int:
+def run_command(name: str, command: Callable[[], int], interrupted: str = "interrupted") -> int:
     """Run a command and turn its expected endings into exit codes.
 
     Args:
         name: How error messages call it, for example "mlxspec generate".
         command: Returns an exit code.
+        interrupted: What to say of a Ctrl-C that the command did not take for its own.
     """
     try:
         code = command()
@@ -34,7 +35,7 @@ def run_command(name: str, command: Callable[[], int]) -> int:
         print(f"{name}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_ERROR
     except KeyboardInterrupt:
-        print(f"{name}: interrupted before the first token", file=sys.stderr)
+        print(f"{name}: {interrupted}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         _discard_stdout()

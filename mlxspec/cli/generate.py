@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, 2 after an error, 130 after Ctrl-C, 141 if the reader of stdout left.
     """
-    return run_command(_NAME, lambda: _run(argv))
+    return run_command(_NAME, lambda: _run(argv), "interrupted before the first token")
 
 
 def setup_arg_parser() -> options.Parser:

@@ -16,7 +16,6 @@ import pytest
 
 import mlxspec.models
 from mlxspec.cli.main import main
-from tests.cli.conftest import Run
 from tests.cli.story_model import STORY, told
 
 # Long enough that no machine is done before the test has read a line.
@@ -80,8 +79,17 @@ def test_a_reader_that_leaves_ends_the_command_quietly(story_model: Path) -> Non
         assert process.stderr.read() == ""
 
 
-def test_ctrl_c_before_the_first_token_says_so(
-    generate: Run, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("generate", "interrupted before the first token"),
+        ("chat", "interrupted"),
+        ("verify", "interrupted"),
+        ("benchmark", "interrupted"),
+    ],
+)
+def test_ctrl_c_before_anything_was_printed_says_so(
+    command: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*args: object, **options: object) -> None:
         os.kill(os.getpid(), signal.SIGINT)
@@ -89,10 +97,10 @@ def test_ctrl_c_before_the_first_token_says_so(
     monkeypatch.setattr(mlxspec.models, "resolve", interrupted)
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        outcome = generate()
+        code = main([command])
     finally:
         signal.signal(signal.SIGINT, previous)
-    assert outcome == (130, "", "mlxspec generate: interrupted before the first token\n")
+    assert (code, *capsys.readouterr()) == (130, "", f"mlxspec {command}: {said}\n")
 
 
 def test_a_config_that_lies_is_one_line(tmp_path, story_model, capsys):

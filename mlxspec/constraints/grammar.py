@@ -19,6 +19,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from mlxspec.callers import require_text
 from mlxspec.errors import GrammarError
+from mlxspec.numbers import whole_number
 
 # JSON as `json.dumps` lays it out. With any whitespace allowed, a small model can write nothing
 # else for ever, and hardly a token is forced. A schema's own "x-guidance" wins over it.
@@ -108,17 +109,25 @@ class Grammar:
 
         Raises:
             GrammarError: The tokenizer is no fast one, or there is no end token.
+            ValueError: An end token that is no id.
         """
         inner = getattr(tokenizer, "_tokenizer", tokenizer)
         if end_tokens is None:
             # The wrapper's are all that the model's files name.
             wrapped = tokenizer is not inner
             end_tokens = tokenizer.eos_token_ids if wrapped else [inner.eos_token_id]
-        ends = frozenset(token for token in end_tokens if token is not None)
+        ends = frozenset(
+            whole_number("end_tokens", token, 0) for token in end_tokens if token is not None
+        )
         if not ends:
             raise GrammarError(
                 "tokenizer: it names no end token, so a text that is complete could not end; name "
                 "one with tokenizer.add_eos_token(...)"
+            )
+        if not any(token < len(inner) for token in ends):
+            raise GrammarError(
+                f"end_tokens: none of {', '.join(map(str, sorted(ends)))} is one of the "
+                f"tokenizer's {len(inner)} tokens, so a text that is complete could not end"
             )
         return TokenGrammar(self._grammar, _token_table(inner, ends), ends)
 

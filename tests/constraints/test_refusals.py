@@ -159,6 +159,15 @@ def test_a_tokenizer_without_an_end_is_refused():
         Grammar.from_regex("a").bind(VOCABULARIES["bytes"](), end_tokens=[])
 
 
+def test_end_tokens_are_tokens_of_the_tokenizer():
+    grammar, tokenizer = Grammar.from_regex("a"), VOCABULARIES["bytes"]()
+    with pytest.raises(GrammarError, match=r"end_tokens: none of 300, 301 is one of the"):
+        grammar.bind(tokenizer, end_tokens=[301, 300])
+    for wrong in ("b", -1, True):
+        with pytest.raises(ValueError, match="end_tokens: expected a whole number"):
+            grammar.bind(tokenizer, end_tokens=[wrong])
+
+
 def step(**options):
     model = varied_model("llama", vocab_size=PADDED_SIZE)
     constraint = Grammar.from_regex("[ab]{9}").bind(VOCABULARIES["bytes"]())

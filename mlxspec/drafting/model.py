@@ -45,9 +45,11 @@ class DraftModel:
         tokenizer: Its tokenizer, with which the vocabularies are compared token by token. Models
             that `mlxspec.load` loaded know theirs.
         p_min: Propose only tokens that the draft model gave at least this probability, before
-            temperature and filters, up to the first that has less; 0 proposes all. The answer for
-            one token is awaited while the next is computed, which costs one forward at the end
-            of a proposal; the last token is proposed unasked.
+            temperature and filters, up to the first that has less; 0 proposes all. Under
+            `acceptance="rejection"` it is asked of the likeliest token in the place of the one
+            drawn: a draft that ended by what was drawn would no longer have the distribution it
+            is compared by. The answer for one token is awaited while the next is computed, which
+            costs one forward at the end of a proposal; the last token is proposed unasked.
         max_context_length: Most tokens of a history; None is what the model's config declares.
         tile_widths: As of `StaticShapeEngine`.
         exact: As of `StaticShapeEngine`.
@@ -190,7 +192,7 @@ class DraftModel:
         forwards, traces = engine.forward_count, engine.trace_count
         scores = self._scores
         wants_scores = target is not None and target.compares_distributions
-        confidence = _Confidence(self.p_min)
+        confidence = _Confidence(self.p_min, of_drawn=not wants_scores)
         rollout = engine.roll_out(
             pending,
             count,
@@ -262,10 +264,12 @@ class _Confidence:
 
     Args:
         least: Least probability of a token that is not in doubt.
+        of_drawn: Whether of the token drawn; else of the likeliest.
     """
 
-    def __init__(self, least: float):
+    def __init__(self, least: float, *, of_drawn: bool):
         self._least = least
+        self._of_drawn = of_drawn
         self._probabilities: list[mx.array] = []
         self.doubtful = 0
 
@@ -274,7 +278,10 @@ class _Confidence:
         step = steps[-1]
         assert step.logits is not None
         logits = step.logits.astype(mx.float32)
-        chosen = mx.take_along_axis(logits, step.token[None], axis=-1)[0, 0]
+        if self._of_drawn:
+            chosen = mx.take_along_axis(logits, step.token[None], axis=-1)[0, 0]
+        else:
+            chosen = logits.max()
         self._probabilities.append(mx.exp(chosen - mx.logsumexp(logits)))
         mx.async_eval(self._probabilities[-1])
         if len(steps) > 1 and float(self._probabilities[-2]) < self._least:

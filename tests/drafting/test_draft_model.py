@@ -30,6 +30,7 @@ from mlxspec import (
 )
 from mlxspec.decoding import ModelsChoice, RejectionSampling, Sampling
 from mlxspec.decoding.sampling import noise_key
+from mlxspec.decoding.target import TargetChoice
 from mlxspec.drafting.fitting import FittedScores
 from mlxspec.engine import VerifyRows
 from mlxspec.engine.support import model_from_config
@@ -288,6 +289,22 @@ def test_doubtful_tokens_end_a_draft_and_only_confident_ones_are_proposed():
         if expected:
             assert draft.tokens.tolist() == tokens[:expected]
         assert list(drafter.engine.tokens) == history
+
+
+def test_where_distributions_are_compared_no_draw_decides_whether_it_is_proposed():
+    """Else a draft's tokens would have the draft model's distribution among the sure ones only."""
+    model = model_of("llama")
+    logits = model(mx.array([PROMPT]))[0, -1].astype(mx.float32)
+    likeliest = mx.softmax(logits).max().item()
+    for p_min, proposed in ((0.99 * likeliest, True), (1.01 * likeliest, False)):
+        drafter, drawn = DraftModel(model, p_min=p_min), set()
+        for seed in range(12):
+            target = TargetChoice(1000, Sampling(1.5), noise_key(seed), compares_distributions=True)
+            drafter.begin(PROMPT, target)
+            draft = drafter.propose(PROMPT, 3)
+            assert bool(len(draft)) == proposed
+            drawn |= {*draft.tokens[:1].tolist()} if proposed else set()
+        assert len(drawn) != 1
 
 
 def test_one_wait_a_round_serves_drafts_and_rows(monkeypatch):

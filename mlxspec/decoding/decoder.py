@@ -385,6 +385,7 @@ class SpeculativeDecoder:
         self.stats.forwards += rows.forwards
         self.stats.traces += self.engine.trace_count - traces
         self.stats.compiled = self.engine.compiled
+        self.stats.note = self.engine.note
         seconds = self._clock() - begin
         waited = min(waited, seconds)
         self.stats.seconds["draft"] += waited

@@ -136,6 +136,8 @@ class StaticShapeEngine(OneSequence):
         self._own_changes = {name for name, weight in before.items() if after[name] is not weight}
         super().__init__(model, vocab_size, context_length)
         self._widths = ladder
+        # What the rings are made for, also where some of the widths are given up later.
+        self._widest = ladder[-1]
         self._step_widths = prefill_widths
         self._may_widen = tile_widths is None and placement != "aligned" and not layout.rings
         self._exact = exact
@@ -218,6 +220,9 @@ class StaticShapeEngine(OneSequence):
         The tile has to hold them beside the tokens it feeds again, all rows have to attend to
         one span, and the token after the last draft needs a position inside the context.
         """
+        if self._not_compared_at(self._cursor):
+            # The next call finds out which widths are left, and so what fits.
+            return 0
         end = self._place.end(self._tile_start(self._cursor))
         return max(0, min(end, self._context_length - 1) - self._cursor - 1)
 
@@ -225,10 +230,11 @@ class StaticShapeEngine(OneSequence):
     def max_verify_block_length(self) -> int:
         """The longest block `verify` takes from the present cursor.
 
-        Three things bound it. The context: its last token is emitted and never processed. Every
+        Four things bound it. The context: its last token is emitted and never processed. Every
         ring: a block that is rejected whole must leave the keys which the next forward sees, so
-        it may write no further than the ring is deep, padding included. And the start of
-        quantisation, which cannot be taken back. The error of `verify` says which it was.
+        it may write no further than the ring is deep, padding included. The start of
+        quantisation, which cannot be taken back. And kernels for which widths have not been
+        compared yet. The error of `verify` says which it was.
         """
         return self._verify_bound[0]
 
@@ -347,18 +353,25 @@ class StaticShapeEngine(OneSequence):
         return costs, False
 
     def _classes_at(
-        self, position: int, widths: tuple[int, ...]
+        self, position: int, widths: tuple[int, ...], engine: StaticShapeEngine | None = None
     ) -> tuple[list[tuple[int, ...]], bool]:
-        """Groups of widths that compute the same bits, and whether they were remembered."""
+        """Groups of widths that compute the same bits, and whether they were remembered.
+
+        They are compared on `engine`, which stands there, or on a stand-in.
+        """
         where: dict[str, Any] = {}
         if position:
             options = ("kv_bits", "kv_group_size", "quantized_kv_start")
             where = {"position": position} | {name: self._options[name] for name in options}
+        room = self._context_length - position
+        if room <= 2 * widths[-1]:
+            # Less is compared where a second tile has no room, which says less of long contexts.
+            where["room"] = room
         circumstances = self._measured_in(widths=widths, **where)
         classes = remembered_classes(circumstances)
         if classes is not None:
             return classes, True
-        classes = width_classes(self._stand_in(position, widths), widths)
+        classes = width_classes(engine or self._stand_in(position, widths), widths)
         remember_classes(circumstances, classes)
         return classes, False
 
@@ -371,34 +384,46 @@ class StaticShapeEngine(OneSequence):
             engine._state.pretend(position)
         return engine
 
-    def _examine(self) -> None:
-        """Compare the ladder's widths where the context meets other kernels for the first time.
+    def _examine(self, position: int) -> None:
+        """Compare the ladder's widths where `position` is the first to meet other kernels.
 
         What is left of the ladder is a part of one class here and was one before, so positions
         behind see no other bits; a state that is only moved in full tiles needs the narrowest.
+        Where the context has no room to compare, the narrowest is left.
         """
-        if not self._compares or len(self._widths) == 1:
+        if not self._not_compared_at(position):
             return
-        quantized = self._quantized_at(self._cursor)
-        regime = Regime.of(self._spans.span(self._cursor), quantized)
-        if regime in self._examined:
-            return
-        self._examined.add(regime)
+        regime = self._regime_at(position)
         quantized_from = self._limits.quantized_from
-        position = regime.position(self._spans, quantized_from)
-        if position + 1 + self._widths[-1] >= self._context_length:
-            return
-        classes, _ = self._classes_at(position, self._widths)
+        begin = regime.position(self._spans, quantized_from)
+        classes: list[tuple[int, ...]] = []
+        if begin + 1 + self._widths[-1] < self._context_length:
+            classes, _ = self._classes_at(begin, self._widths)
         if self._recurrent:
             classes = [group for group in classes if self._widths[0] in group]
         kept = best_class(classes) if classes else self._widths[:1]
-        if kept == self._widths:
-            return
-        self.note = (
-            f"tile widths {', '.join(map(str, kept))} from {position} tokens on: others of "
-            f"{', '.join(map(str, self._widths))} round differently there"
-        )
-        self._decode_in(kept, self._options["placement"], quantized_from)
+        if kept != self._widths:
+            self.note = (
+                f"tile widths {', '.join(map(str, kept))} from {begin} tokens on: others of "
+                f"{', '.join(map(str, self._widths))} round differently there"
+            )
+            self._decode_in(kept, self._options["placement"], quantized_from)
+        self._examined.add(regime)
+
+    def _not_compared_at(self, position: int) -> bool:
+        """Whether widths are yet to be compared where a row of this position would run."""
+        if not self._compares or len(self._widths) == 1:
+            return False
+        return self._regime_at(position) not in self._examined
+
+    def _compared_until(self, begin: int, end: int) -> int:
+        """The first position from `begin` on where widths are yet to be compared, or `end`."""
+        while begin < end and not self._not_compared_at(begin):
+            begin = self._limits.end(begin)
+        return min(begin, end)
+
+    def _regime_at(self, position: int) -> Regime:
+        return Regime.of(self._spans.span(position), self._quantized_at(position))
 
     def _measured_in(self, **what: Any) -> dict[str, Any]:
         """The circumstances of a measurement of this engine."""
@@ -474,7 +499,7 @@ class StaticShapeEngine(OneSequence):
                 if reached < len(self._history):
                     report(len(ids), len(ids))
             self._state.pinned = self._state.position
-            self._examine()
+            self._examine(self._cursor)
             # Wide tiles leave wide temporaries in MLX's buffer cache, which decoding cannot use.
             mx.clear_cache()
 
@@ -508,18 +533,21 @@ class StaticShapeEngine(OneSequence):
             if not ids:
                 raise ValueError("verify: expected at least the anchor, got an empty block")
             count = 0 if drafted is None else len(drafted)
+            self._examine(self._cursor)
             _require_length("verify", len(ids) + count, self._verify_bound)
             before = self._cursor
             with self._extended_history(ids):
                 if drafted is not None and count:
                     # An id outside would be refused too late: MLX reads past a table unasked.
                     self._unread = [mx.clip(drafted.astype(mx.int32), 0, self._vocab_size - 1)]
+                if not self._place.reaches(before, self._state.position):
+                    # Wider tiles than are left would have fed again what is behind the cursor.
+                    self._bring_state_to_cursor()
                 tiles = self._verify_tiles(capture, noise_key)
                 rows = self._read_rows(tiles, capture, drafted)
                 self._history += rows.drafted
             self._state.settle(before)
             self._forward_count += rows.forwards
-            self._examine()
             return rows
 
     def roll_out_limit(self, pending: int) -> int:
@@ -635,7 +663,7 @@ class StaticShapeEngine(OneSequence):
         if self._recurrent:
             to = state.pinned if to >= state.pinned else 0
         reached = max(state.reached, self._cursor)
-        kept = max(0, reached - self.verify_tile_width)
+        kept = max(0, reached - self._widest)
         if not state.rings_always_allow(self._place.start(to, to), kept):
             return 0
         return to if self._why_no_rewind(to) is None else 0
@@ -678,7 +706,7 @@ class StaticShapeEngine(OneSequence):
         with self._exclusive.call("image"):
             self._mend()
             start = self._bring_state_to_cursor()
-            kept = max(0, max(self._state.reached, self._cursor) - self.verify_tile_width)
+            kept = max(0, max(self._state.reached, self._cursor) - self._widest)
             return image_of(self._state, list(self._history), min(kept, start))
 
     def restore(self, image: StateImage) -> None:
@@ -756,12 +784,8 @@ class StaticShapeEngine(OneSequence):
         """The part of the ladder that is one class, so that no draft length changes a bit."""
         # A tile as wide as the context could not be filled.
         usable = tuple(width for width in self._widths if width < self._context_length)
-        circumstances = self._measured_in(widths=usable)
-        self.width_classes = remembered_classes(circumstances)
-        self.remembered["width classes"] = self.width_classes is not None
-        if self.width_classes is None:
-            self.width_classes = width_classes(self, usable)
-            remember_classes(circumstances, self.width_classes)
+        self.width_classes, known = self._classes_at(0, usable, self)
+        self.remembered["width classes"] = known
         # With no width whose rows agree among themselves, one row at a time is all that is left.
         kept = best_class(self.width_classes) if self.width_classes else usable[:1]
         if kept != usable:
@@ -840,6 +864,7 @@ class StaticShapeEngine(OneSequence):
 
         That is the cursor, as near as the narrowest decode tile allows.
         """
+        self._examine(self._cursor)
         position = self._tile_start(self._cursor)
         for width in reversed(self._widths):
             while self._cursor - position >= width:
@@ -1056,6 +1081,13 @@ class StaticShapeEngine(OneSequence):
                 f"keys become quantised at position {quantized_from}, and a block across it "
                 "could not be taken back. Verify a shorter block"
             )
+        known = self._compared_until(self._cursor + 1, self._cursor + length) - self._cursor
+        if known < length:
+            length = known
+            reason = (
+                f"from position {self._cursor + known} on tiles run on other kernels, for which "
+                "widths are compared when the text has come there. Verify a shorter block"
+            )
         if (reach := self._ring_reach(self._cursor + length)) < length:
             return reach, (
                 "were more rejected at once, the sliding windows could not go back: their rings "
@@ -1069,7 +1101,7 @@ class StaticShapeEngine(OneSequence):
         And then a tile's length more of what came before it: see `longest_rewind`.
         """
         position, start = self._cursor, self._tile_start(self._cursor)
-        last_write = self._state.last_write(max(0, start - self.verify_tile_width))
+        last_write = self._state.last_write(max(0, start - self._widest))
         if last_write is None:
             return end - position
         while position < end:

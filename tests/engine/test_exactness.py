@@ -48,6 +48,17 @@ def test_no_width_is_used_that_was_not_measured():
     assert engine.width_classes == [(1, 2, 4, 8)]
 
 
+def test_what_a_short_context_could_not_compare_is_not_believed_in_a_long_one(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setattr("mlxspec.engine.measurements.cache_dir", lambda: tmp_path)
+    model = tiny_model("llama")
+    for context_length in (20, 64, 128):
+        engine = StaticShapeEngine(model, max_context_length=context_length)
+        assert engine.tile_widths == (1, 2, 4, 8, 16)
+        assert engine.remembered["width classes"] == (context_length == 128)
+
+
 def test_aligned_engines_say_what_a_token_costs():
     assert "8 rows a token" in StaticShapeEngine(tiny_model("mamba2")).note
 

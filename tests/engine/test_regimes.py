@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import random
+
 import mlx.core as mx
 import pytest
 
-from mlxspec import PromptLookup, SpeculativeDecoder, StaticShapeEngine
+from mlxspec import (
+    PromptLookup,
+    SpeculativeDecoder,
+    SpeculativeDecodingOptions,
+    StaticShapeEngine,
+)
 from mlxspec.engine.regimes import Regime, reachable
 from mlxspec.engine.spans import SpanRule
 from mlxspec.engine.state.frame import TileFrame
 from mlxspec.engine.support import model_from_config
 from mlxspec.verification import probe_model
+from mlxspec.verification.drafters import Oracle
 from tests.families.tiny import set_random_weights, tiny_configs, tiny_model
 
 PROMPT = [1 + i % 50 for i in range(1000)]
@@ -31,13 +39,13 @@ def test_a_context_meets_kernels_by_its_length_and_its_quantised_keys():
     assert Regime(4096, True).position(spans, 5000) >= 5000
 
 
-def loses_a_key_far_out(monkeypatch):
-    """Tiles of 8 rows do not see the first key of a context of 1024 keys."""
+def loses_a_key_far_out(monkeypatch, widths=(8,)):
+    """Tiles of these widths do not see the first key of a context of 1024 keys."""
     right = TileFrame.causal_mask
 
     def mask(self, window=None):
         seen = right(self, window)
-        if self.width == 8 and self.span >= 1024:
+        if self.width in widths and self.span >= 1024:
             return seen & (mx.arange(self.span) > 0)[None]
         return seen
 
@@ -66,6 +74,50 @@ def test_a_width_that_rounds_differently_far_out_is_given_up_there(family, monke
     alone = StaticShapeEngine(tiny_model(family), max_context_length=N, tile_widths=(1,))
     plain = SpeculativeDecoder(alone).generate(PROMPT, max_tokens=40)
     assert [e.token for e in drafted] == [e.token for e in plain]
+
+
+@pytest.mark.usefixtures("fresh_cache")
+@pytest.mark.parametrize(
+    ("family", "start", "left"), [("llama", 766, (4, 8, 16)), ("lfm2", 740, (1, 2))]
+)
+def test_a_draft_changes_nothing_where_widths_are_given_up_behind_it(
+    family, start, left, monkeypatch
+):
+    loses_a_key_far_out(monkeypatch, widths=(4, 8, 16))
+    model = tiny_model(family)
+
+    def generated(drafter, align):
+        engine = StaticShapeEngine(model, max_context_length=N)
+        options = SpeculativeDecodingOptions(num_draft_tokens=30, align_proposals=align)
+        decoder = SpeculativeDecoder(engine, drafter, options)
+        tokens = [e.token for e in decoder.generate(PROMPT[:start], max_tokens=40)]
+        assert engine.tile_widths == left
+        if align:
+            assert decoder.stats.forwards == decoder.stats.rounds
+        return tokens, engine.longest_rewind(start + 10), engine.longest_rewind(start - 1)
+
+    plain = generated(None, True)
+    text = PROMPT[:start] + plain[0]
+    for align in (True, False):
+        # Among these are drafts that cross the place and are rejected before it.
+        for seed in (0, 1):
+            rng = random.Random(seed)
+            spoiled = Oracle(text, lambda _, t, rng=rng: t if rng.random() < 0.7 else (t + 1) % 50)
+            assert generated(spoiled, align) == plain
+
+
+@pytest.mark.usefixtures("fresh_cache")
+def test_where_a_context_has_no_room_to_compare_one_width_is_left():
+    engine = StaticShapeEngine(tiny_model("llama"), max_context_length=780)
+    engine.prefill(PROMPT[:766])
+    assert engine.tile_widths == (1, 2, 4, 8, 16)
+    assert engine.max_verify_block_length == 2
+    with pytest.raises(ValueError, match="run on other kernels"):
+        engine.verify([1, 2, 3])
+    engine.verify([1, 2])
+    assert engine.one_forward_draft_budget == 0
+    engine.verify([3])
+    assert engine.tile_widths == (1,)
 
 
 @pytest.mark.usefixtures("fresh_cache")

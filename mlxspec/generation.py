@@ -23,7 +23,7 @@ from mlxspec.callers import require_text
 from mlxspec.constraints.grammar import Grammar
 from mlxspec.constraints.protocol import Constraint
 from mlxspec.decoding import Emission, SpeculationStats
-from mlxspec.decoding.decoder import token_set
+from mlxspec.decoding.emission import token_set
 from mlxspec.decoding.stops import StopStrings
 from mlxspec.engine.protocol import ProgressCallback
 

@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from mlxspec.constraints.lookahead import Lookahead
-from mlxspec.decoding.decoder import checked_proposal
 from mlxspec.decoding.target import TargetChoice
 from mlxspec.drafting.device import DeviceDraft
+from mlxspec.drafting.proposals import checked_proposal
 from mlxspec.drafting.protocol import BudgetOf, Drafter, TargetedDrafter, budget_for, source_of
 from mlxspec.engine.tokens import TokenView, token_ids
 

@@ -7,7 +7,8 @@ from mlxspec.decoding.acceptance import (
     ModelsChoice,
     RejectionSampling,
 )
-from mlxspec.decoding.decoder import Emission, SpeculativeDecoder
+from mlxspec.decoding.decoder import SpeculativeDecoder
+from mlxspec.decoding.emission import Emission
 from mlxspec.decoding.options import SpeculativeDecodingOptions
 from mlxspec.decoding.sampling import Sampling
 from mlxspec.decoding.stats import SpeculationStats

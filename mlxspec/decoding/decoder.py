@@ -9,55 +9,28 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Collection, Generator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from mlxspec.callers import require_callable, require_drafter, require_engine
 from mlxspec.decoding.acceptance import Acceptance, ModelsChoice
+from mlxspec.decoding.drafts import Drafts
+from mlxspec.decoding.emission import Emission, finish_reason, token_limit, token_set
 from mlxspec.decoding.options import SpeculativeDecodingOptions
 from mlxspec.decoding.sampling import noise_key
+from mlxspec.decoding.sole_caller import SoleCaller
 from mlxspec.decoding.stats import SpeculationStats
 from mlxspec.decoding.target import TargetChoice
 from mlxspec.decoding.turns import Prefix, held_prefix
-from mlxspec.drafting.adaptive import AdaptiveDraftCount
 from mlxspec.drafting.device import DeviceDraft
-from mlxspec.drafting.protocol import (
-    Drafter,
-    ForcingDrafter,
-    TargetedDrafter,
-    budget_for,
-    source_of,
-)
-from mlxspec.engine.costs import ASSUMED_COSTS
+from mlxspec.drafting.proposals import drafter_error
+from mlxspec.drafting.protocol import Drafter
 from mlxspec.engine.protocol import ProgressCallback, SpeculativeEngine, VerifyRows
-from mlxspec.engine.tokens import TokenView, token_ids
-from mlxspec.errors import DrafterError, EngineBusy, NonFiniteLogits, RewindRefused
-from mlxspec.numbers import whole_number
-
-FinishReason = Literal["stop", "length"]
-
-
-class Emission(NamedTuple):
-    """One emitted token.
-
-    Attributes:
-        token: Its id.
-        from_draft: Whether a drafter had guessed it.
-        logprobs: Its row of log-probabilities [vocab] in the logits' dtype, if the acceptance has
-            them; lazy: nothing is computed unless it is used.
-        finish_reason: "stop" after a stop token, "length" where `max_tokens` or the context ends,
-            None before the last token.
-    """
-
-    token: int
-    from_draft: bool
-    logprobs: mx.array | None
-    finish_reason: FinishReason | None
-
+from mlxspec.engine.tokens import token_ids
+from mlxspec.errors import NonFiniteLogits, RewindRefused
 
 _HELD = Emission(-1, False, None, None)
 
@@ -106,14 +79,10 @@ class SpeculativeDecoder:
         self.stats.note = engine.note
         self._reuse_prefix = reuse_prefix
         self._clock = clock
-        self._adaptive: AdaptiveDraftCount | None = None
         self._noise_key = noise_key(seed)
-        # The engine's calls when it was last left; None while this decoder is inside it.
-        self._calls: int | None = engine.call_count
-        # How many tokens of the engine's history the drafter has been shown.
-        # Of the last proposal, the first so many were certain.
-        self._certain = 0
-        self._shown = 0
+        self._caller = SoleCaller(engine)
+        on = self.stats.why_off is None
+        self._drafts = Drafts(engine, drafter, options, self.stats, clock, on=on)
 
     def generate(
         self,
@@ -147,7 +116,7 @@ class SpeculativeDecoder:
             NonFiniteLogits: A row of logits was NaN throughout.
         """
         ids = token_ids(prompt, self.engine.vocab_size, "prompt")
-        limit = _limit(max_tokens)
+        limit = token_limit(max_tokens)
         if progress is not None:
             require_callable(
                 "prompt_progress_callback", progress, "(tokens processed, tokens of the prompt)"
@@ -164,15 +133,11 @@ class SpeculativeDecoder:
         stop_tokens: frozenset[int],
         progress: ProgressCallback | None,
     ) -> Generator[Emission, None, None]:
-        with self.engine.lease(), self._drafter_lease():
+        with self.engine.lease(), self._drafts.lease():
             # The first `next`, inside `generate`: the engine is held from the call on, and an
             # emission generator that is closed or forgotten before its first token frees it.
             yield _HELD
-            self._adaptive = None
-            if self.options.adapts and self.stats.why_off is None:
-                costs = getattr(self.engine, "tile_costs", ASSUMED_COSTS)
-                narrowest = getattr(self.engine, "tile_widths", (1,))[0]
-                self._adaptive = AdaptiveDraftCount(costs, narrowest)
+            self._drafts.begin()
             self._prefill(prompt, progress)
             anchor = prompt[-1]
             room = self.engine.max_context_length - len(prompt)
@@ -185,9 +150,7 @@ class SpeculativeDecoder:
                     anchor = newest.token
                     wanted -= emitted
             finally:
-                learn = getattr(self.engine, "learn_tile_costs", None)
-                if self._adaptive is not None and learn is not None:
-                    learn(self._adaptive.costs())
+                self._drafts.end()
 
     def _round(
         self, anchor: int, stop_tokens: frozenset[int], wanted: int
@@ -198,9 +161,8 @@ class SpeculativeDecoder:
             How many tokens were emitted, and the newest.
         """
         cursor = self.engine.processed_token_count
-        spent = _Spent.by(self.stats)
-        proposal = self._draft(anchor, wanted)
-        width = self._tile_width_for(len(proposal))
+        proposal = self._drafts.propose(anchor, wanted)
+        draft: list[int] = []
         emitted = accepted = 0
         failed = True
         try:
@@ -208,12 +170,10 @@ class SpeculativeDecoder:
             if draft and self.engine.vocab_size in rows.nan_count:
                 # 0 * NaN is NaN: on CPU a draft that is no number reaches the rows that do not
                 # even see it. Without it the model says what it says by itself.
-                self._reset(cursor)
+                with self._caller.calls():
+                    self.engine.reset(cursor)
                 rows, draft, scores = self._verify(anchor, [])
-            self.stats.rounds += 1
-            self.stats.plain_rounds += not draft
-            self.stats.drafted += len(draft)
-            self.stats.count_tile(width, len(draft))
+            self.stats.count_round(self._drafts.tile_width, len(draft))
             self._require_number(rows, 0, cursor)
             for token, logprobs in self.acceptance.choices(rows, draft, cursor + 1, scores):
                 from_draft = emitted < len(draft) and draft[emitted] == token
@@ -231,19 +191,9 @@ class SpeculativeDecoder:
             failed = False
         finally:
             self._rewind(cursor + emitted, failed)
-            if self.drafter is not None:
-                self.drafter.commit(cursor + 1 + emitted)
-            if self._adaptive is not None and emitted:
-                now = _Spent.by(self.stats)
-                self._adaptive.record(
-                    # What was certain tells nothing of the guess after it.
-                    drafted=max(0, len(draft) - self._certain),
-                    accepted=max(0, accepted - self._certain),
-                    emitted=emitted,
-                    width=width,
-                    seconds=now.seconds - spent.seconds,
-                    usual=now.forwards - spent.forwards == 1 and now.traces == spent.traces,
-                )
+            self._drafts.settle(
+                cursor + 1 + emitted, drafted=len(draft), accepted=accepted, emitted=emitted
+            )
         return emitted, newest
 
     def _check(self, prompt: list[int]) -> None:
@@ -271,99 +221,27 @@ class SpeculativeDecoder:
             return "the widest tile has one row, which leaves no room for a draft"
         return None
 
-    @property
-    def _targeted(self) -> TargetedDrafter | None:
-        """The drafter, if it drafts at all and has a state of its own."""
-        on = self.stats.why_off is None and isinstance(self.drafter, TargetedDrafter)
-        return self.drafter if on else None  # type: ignore[return-value]
-
-    def _drafter_lease(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._targeted is None else self._targeted.lease()
-
-    @property
-    def _target(self) -> TargetChoice:
-        rule = self.acceptance
-        return TargetChoice(
-            self.engine.vocab_size, rule.sampling, self._noise_key, rule.compares_distributions
-        )
-
     def _prefill(self, prompt: list[int], progress: ProgressCallback | None) -> None:
+        """Process the prompt but for its last token, the anchor, and what is held of it."""
         begin = self._clock()
-        engine, stats = self.engine, self.stats
+        engine, stats, rule = self.engine, self.stats, self.acceptance
         forwards, traces = engine.prefill_forward_count, engine.trace_count
         held = held_prefix(engine, prompt) if self._reuse_prefix else Prefix(0, 0, 0)
-        if self.drafter is not None and not (
-            # What the drafter has seen is still the beginning of the text.
-            0 < self._shown <= held.shared and engine.call_count == self._calls
-        ):
-            self.drafter.reset()
-        if self.drafter is not None:
-            self.drafter.commit(len(prompt))
-        self._shown = 0
-        self._calls = None
-        if held.reusable < engine.processed_token_count or not held.reusable:
-            engine.reset(held.reusable)
-        self.acceptance.begin(prompt)
-        engine.prefill(prompt[held.reusable : -1], _counting_anchor(progress))
-        self._calls = engine.call_count
+        self._drafts.begin_prompt(prompt, held.shared if self._caller.was_alone else 0)
+        with self._caller.calls():
+            if held.reusable < engine.processed_token_count or not held.reusable:
+                engine.reset(held.reusable)
+            rule.begin(prompt)
+            engine.prefill(prompt[held.reusable : -1], _counting_anchor(progress))
         stats.prompt_tokens += len(prompt)
         stats.reused_tokens += held.reusable
         stats.lost_tokens += held.lost
         stats.prefill_forwards += engine.prefill_forward_count - forwards
         stats.traces += engine.trace_count - traces
-        if self._targeted is not None:
-            drafted = self._targeted.forward_count
-            self._targeted.begin(prompt, self._target)
-            stats.draft_forwards += self._targeted.forward_count - drafted
+        key, compares = self._noise_key, rule.compares_distributions
+        target = TargetChoice(engine.vocab_size, rule.sampling, key, compares)
+        self._drafts.end_prompt(prompt, target)
         stats.seconds["prefill"] += self._clock() - begin
-
-    def _draft(self, anchor: int, wanted: int) -> list[int] | DeviceDraft:
-        """A proposal that fits: into one forward, the context, and the tokens still wanted."""
-        self._certain = 0
-        if self.stats.why_off is not None or self.drafter is None:
-            return []
-        begin = self._clock()
-        if self.options.align_proposals or self._adaptive is not None:
-            fits = self.engine.one_forward_draft_budget
-        else:
-            fits = self.engine.max_verify_block_length - 1
-        most = self.options.most_draft_tokens
-        limit = max(0, min(fits if most is None else most, fits, wanted - 1))
-        history = TokenView(self.engine.tokens, last=anchor)
-        certain = self.drafter.certain(limit) if isinstance(self.drafter, ForcingDrafter) else []
-        for token in certain:
-            history = TokenView(history, last=token)
-        limit -= len(certain)
-        self._certain = len(certain)
-        self._shown = len(history)
-        forwards = self._targeted.forward_count if self._targeted else 0
-        adaptive = self._adaptive
-        if adaptive is not None:
-            sure = len(certain)
-            adaptive.begin(history, limit, lambda drafts: self._tile_width_for(sure + drafts), sure)
-        budget = budget_for(self.drafter, limit, None if adaptive is None else adaptive.budget)
-        asked = self._clock()
-        draft = checked_proposal(self.drafter, history, budget, self.engine.vocab_size)
-        if adaptive is not None:
-            took = self._clock() - asked
-            known = None if isinstance(draft, DeviceDraft) else draft
-            took += draft.seconds if isinstance(draft, DeviceDraft) else 0.0
-            kept = adaptive.keep(source_of(self.drafter), len(draft), took, known)
-            unused = len(draft) > 0 or adaptive.parked
-            self.stats.parked_rounds += not kept and not certain and unused
-            draft = draft[:kept]
-        if certain:
-            assert isinstance(draft, list), "who forces tokens knows what follows them"
-            draft = certain + draft
-        if self._targeted is not None:
-            self.stats.draft_forwards += self._targeted.forward_count - forwards
-        self.stats.seconds["draft"] += self._clock() - begin
-        return draft
-
-    def _tile_width_for(self, drafts: int) -> int:
-        """Rows of the tile that verifies so many drafts; as many as needed where unknown."""
-        width_for = getattr(self.engine, "tile_width_for", None)
-        return drafts + 1 if width_for is None else width_for(drafts)
 
     def _verify(
         self, anchor: int, draft: list[int] | DeviceDraft
@@ -375,13 +253,12 @@ class SpeculativeDecoder:
         """
         begin = self._clock()
         traces = self.engine.trace_count
-        self._refuse_intruders()
-        self._calls = None
+        self._caller.refuse_others()
         scores, waited = None, 0.0
         if isinstance(draft, DeviceDraft):
             scores, waited = draft.scores, draft.seconds
-        rows, ids = self._scored(anchor, draft)
-        self._calls = self.engine.call_count
+        with self._caller.calls():
+            rows, ids = self._scored(anchor, draft)
         self.stats.forwards += rows.forwards
         self.stats.traces += self.engine.trace_count - traces
         self.stats.compiled = self.engine.compiled
@@ -404,7 +281,7 @@ class SpeculativeDecoder:
                 return rows, list(rows.drafted)
             ids = token_ids(draft.tokens, engine.vocab_size, "draft")
         except ValueError as problem:
-            raise _drafter_error(f"drafter {type(self.drafter).__name__}: {problem}") from problem
+            raise drafter_error(f"drafter {type(self.drafter).__name__}: {problem}") from problem
         return engine.verify([anchor, *ids], capture, key), ids
 
     def _rewind(self, to: int, failed: bool) -> None:
@@ -417,33 +294,22 @@ class SpeculativeDecoder:
         Raises:
             RewindRefused: The engine does not go back, so the text cannot go on.
         """
-        self._refuse_intruders()
-        if self.engine.processed_token_count > to:
+        self._caller.refuse_others()
+        with self._caller.calls():
+            if self.engine.processed_token_count <= to:
+                return
             try:
-                self._reset(to)
+                self.engine.reset(to)
             except RewindRefused as refusal:
                 # An engine that takes no drafts refuses where nothing was emitted since something
                 # failed: what failed is the news, and the state is gone.
-                self._reset(0)
+                self.engine.reset(0)
                 if not failed:
                     raise RewindRefused(
                         "the engine did not take back rejected drafts, which its draft budget had "
                         "promised; what was emitted is right, and the engine was emptied: begin "
                         f"again with prompt and output ({refusal})"
                     ) from refusal
-        self._calls = self.engine.call_count
-
-    def _reset(self, to: int) -> None:
-        self._calls = None
-        self.engine.reset(to)
-        self._calls = self.engine.call_count
-
-    def _refuse_intruders(self) -> None:
-        if self._calls is not None and self.engine.call_count != self._calls:
-            raise EngineBusy(
-                "somebody else used this engine between two tokens, so what it holds is not this "
-                "text; give every sequence an engine of its own"
-            )
 
     def _require_number(self, rows: VerifyRows, row: int, cursor: int) -> None:
         """Refuse to choose from a row without a number; say once that a row had some NaNs."""
@@ -464,85 +330,6 @@ class SpeculativeDecoder:
                     stacklevel=2,
                 )
             self.stats.nan_rows += 1
-
-
-class _Spent(NamedTuple):
-    """What the counters say of forwards up to now."""
-
-    seconds: float
-    forwards: int
-    traces: int
-
-    @staticmethod
-    def by(stats: SpeculationStats) -> _Spent:
-        """Read them off."""
-        return _Spent(stats.seconds["verify"], stats.forwards, stats.traces)
-
-
-def finish_reason(token: int, stop_tokens: frozenset[int], wanted: int) -> FinishReason | None:
-    """Whether the text ends with this token; a stop token wins over the limit.
-
-    Args:
-        token: The token emitted.
-        stop_tokens: Ids that end the text.
-        wanted: Tokens that may still follow it.
-    """
-    if token in stop_tokens:
-        return "stop"
-    return "length" if wanted <= 0 else None
-
-
-def _limit(max_tokens: Any) -> int:
-    """The most tokens to emit, -1 for no limit, as an `int`."""
-    try:
-        limit = whole_number("max_tokens", max_tokens, -1)
-    except ValueError:
-        raise ValueError(
-            f"max_tokens: expected a positive number, or -1 for no limit, got {max_tokens!r}"
-        ) from None
-    if limit == 0:
-        raise ValueError("max_tokens: 0 would emit nothing; use -1 for no limit")
-    return limit
-
-
-def token_set(tokens: Collection[int] | mx.array | np.ndarray) -> frozenset[int]:
-    """Token ids of any kind of whole number; those no model emits do no harm."""
-    values: Any = tokens.tolist() if isinstance(tokens, mx.array | np.ndarray) else tokens
-    if values is None or hasattr(values, "__index__"):
-        values = [] if values is None else [values]
-    return frozenset(whole_number("stop_tokens", token, 0) for token in values)
-
-
-def checked_proposal(
-    drafter: Drafter, history: TokenView, budget: int, vocab_size: int
-) -> list[int] | DeviceDraft:
-    """Ask for a proposal, cut it to the budget, and refuse what is no token of the target.
-
-    The ids of a draft on the device are not known yet: the engine refuses what is none.
-    """
-    proposal: object = drafter.propose(history, budget)
-    name = f"drafter {type(drafter).__name__}"
-    try:
-        if isinstance(proposal, DeviceDraft):
-            if proposal.tokens.ndim != 1 or not mx.issubdtype(proposal.tokens.dtype, mx.integer):
-                raise TypeError(
-                    f"{name}: expected tokens int32 [k], got {proposal.tokens.dtype} "
-                    f"{proposal.tokens.shape}"
-                )
-            return proposal[:budget] if len(proposal) and budget else []
-        if not isinstance(proposal, Sequence | mx.array | np.ndarray) or (
-            getattr(proposal, "ndim", 1) != 1
-        ):
-            raise TypeError(f"{name}: expected a sequence of token ids, got {proposal!r}")
-        return token_ids(proposal[:budget], vocab_size, name)
-    except (TypeError, ValueError) as problem:
-        raise _drafter_error(problem) from problem
-
-
-def _drafter_error(problem: object) -> DrafterError:
-    return DrafterError(
-        f"{problem}. propose(history, budget) must return ids of the target's vocabulary"
-    )
 
 
 def _counting_anchor(progress: ProgressCallback | None) -> ProgressCallback | None:

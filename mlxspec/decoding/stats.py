@@ -97,8 +97,11 @@ class SpeculationStats:
                 value += getattr(self, name)
             setattr(self, name, value)
 
-    def count_tile(self, width: int, drafts: int) -> None:
+    def count_round(self, width: int, drafts: int) -> None:
         """A round verified this many drafts in a tile of this many rows."""
+        self.rounds += 1
+        self.plain_rounds += not drafts
+        self.drafted += drafts
         self.tile_widths[width] = self.tile_widths.get(width, 0) + 1
         if self.draft_lengths and self.draft_lengths[-1][0] == drafts:
             self.draft_lengths[-1][1] += 1

@@ -1,4 +1,4 @@
-"""Numbers from callers: any kind of whole or real number is taken, and its range is checked."""
+"""Numbers: those from callers are taken in any kind and checked, those for people get a noun."""
 
 from __future__ import annotations
 
@@ -42,3 +42,8 @@ def real_number(name: str, value: Any, least: float, most: float) -> float:
     if isinstance(value, bool | str) or not math.isfinite(number) or not least <= number <= most:
         raise ValueError(f"{name}: expected a number {end}, got {value!r}")
     return number
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, as in "1 token" and "2 tokens"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

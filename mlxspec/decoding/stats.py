@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from mlxspec.numbers import counted
+
 
 @dataclass
 class SpeculationStats:
@@ -111,17 +113,17 @@ class SpeculationStats:
     def summary(self) -> str:
         """One line for a person; others name the engine's note and the seed where there are any."""
         if self.why_off is not None:
-            line = f"Speculation: off ({self.why_off}); {_counted(self.forwards, 'forward')}"
+            line = f"Speculation: off ({self.why_off}); {counted(self.forwards, 'forward')}"
         else:
             line = (
-                f"Speculation: {_counted(self.rounds, 'round')}, "
-                f"{_counted(self.forwards, 'forward')}, {self.drafted} drafted, "
+                f"Speculation: {counted(self.rounds, 'round')}, "
+                f"{counted(self.forwards, 'forward')}, {self.drafted} drafted, "
                 f"{self.accepted} accepted ({self.acceptance_rate:.0%}), "
-                f"{_counted(self.forwards_saved, 'forward')} saved "
+                f"{counted(self.forwards_saved, 'forward')} saved "
                 f"({self.tokens_per_forward:.2f} tokens per forward)"
             )
             if self.parked_rounds:
-                line += f"; {_counted(self.parked_rounds, 'round')} parked, as no draft paid"
+                line += f"; {counted(self.parked_rounds, 'round')} parked, as no draft paid"
         if self.forced:
             line += f"; {self.forced} forced by the grammar"
         if self.compiled is False and self.traces:
@@ -130,7 +132,7 @@ class SpeculationStats:
         if self.reused_tokens or self.lost_tokens:
             again = f", {self.lost_tokens} processed again" if self.lost_tokens else ""
             lines.append(
-                f"Turns: {self.reused_tokens} of {_counted(self.prompt_tokens, 'prompt token')} "
+                f"Turns: {self.reused_tokens} of {counted(self.prompt_tokens, 'prompt token')} "
                 f"reused{again}"
             )
         if self.seed is not None:
@@ -144,7 +146,3 @@ class SpeculationStats:
             "tokens_per_forward": self.tokens_per_forward,
             "forwards_saved": self.forwards_saved,
         }
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

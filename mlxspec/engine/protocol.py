@@ -69,6 +69,8 @@ class VerifyRows:
         cap: The final soft cap that `logits` have not gone through yet; None if there is none.
         top_values: [len(block), k] float, largest first, if captured.
         top_indices: [len(block), k] uint32, the ids of `top_values`, if captured.
+        drafted: The ids of the drafts that came unread, in their order; they count as part of the
+            block.
     """
 
     argmax: list[int]

@@ -12,7 +12,7 @@ from mlxspec.engine.costs import TileCosts
 from mlxspec.engine.spans import SpanRule
 
 # Numbers of keys at about which attention changes its kernel, on one device or another.
-_KEYS = (1024, 4096, 8192)
+KERNEL_CHANGES = (1024, 4096, 8192)
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Regime:
     @staticmethod
     def of(span: int, quantized: bool) -> Regime:
         """The regime of a row that attends to `span` keys."""
-        return Regime(max((keys for keys in _KEYS if keys <= span), default=0), quantized)
+        return Regime(max((keys for keys in KERNEL_CHANGES if keys <= span), default=0), quantized)
 
     def position(self, spans: SpanRule, quantized_from: int | None) -> int:
         """The first position of the regime at which a span begins."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mlxspec.engine import StaticShapeEngine
+from mlxspec.engine.regimes import KERNEL_CHANGES
 
-# MLX's attention changes kernels at about these numbers of keys.
-_KERNEL_CHANGES = (1024, 4096, 8192)
 # A window that ends further on takes a text that nobody calls a quick look.
 _QUICK_REACH = 2048
 _MARGIN = 8
@@ -64,7 +63,7 @@ def places(
         for window in engine.windows
         if prompt_length < window + past_window
     ]
-    far = [_around(f"{keys} keys", keys, around) for keys in _KERNEL_CHANGES]
+    far = [_around(f"{keys} keys", keys, around) for keys in KERNEL_CHANGES]
     found = [p for p in _merged([*near, *far]) if prompt_length <= p.end < room and p.start >= 1]
     # What the prompt's own answer runs across needs no second look.
     found = [p for p in found if not (first.start <= p.start and p.end <= first.end)]

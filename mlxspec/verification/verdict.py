@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from mlxspec.numbers import counted
+
 Status = Literal["equal", "near tie", "fault"]
 
 
@@ -46,7 +48,7 @@ class Difference:
             if self.chosen != self.expected
             else f"still chooses {self.expected}, whose logit is"
         )
-        logits, ulps = _counted(self.logits, "logit"), _counted(self.ulps, "ulp")
+        logits, ulps = counted(self.logits, "logit"), counted(self.ulps, "ulp")
         return (
             f"token {self.token} (position {self.position}{tile}): {logits} other, most by "
             f"{self.largest:.3g} ({ulps}) at {self.at_logit}; {choice} {self.margin:.3g} ahead"
@@ -156,7 +158,3 @@ class Verdict:
         """All of it, ready for JSON."""
         price = asdict(self.price) | {"exactness": self.price.exactness}
         return asdict(self) | {"price": price, "passed": self.passed}
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -418,9 +418,13 @@ class StaticShapeEngine(OneSequence):
 
     def _compared_until(self, begin: int, end: int) -> int:
         """The first position from `begin` on where widths are yet to be compared, or `end`."""
-        while begin < end and not self._not_compared_at(begin):
-            begin = self._limits.end(begin)
-        return min(begin, end)
+        if not self._compares or len(self._widths) == 1:
+            return end
+        if self._not_compared_at(begin):
+            return begin
+        starts = self._regime_starts.items()
+        later = (at for regime, at in starts if at > begin and regime not in self._examined)
+        return min([end, *later])
 
     def _regime_at(self, position: int) -> Regime:
         return Regime.of(self._spans.span(position), self._quantized_at(position))
@@ -776,6 +780,11 @@ class StaticShapeEngine(OneSequence):
         """Use these widths: the ladder, or the part of it that computes the same bits."""
         self._widths = widths
         self._limits = TileLimits(self._spans, quantized_from)
+        # At most eight; asked for at every block.
+        self._regime_starts = {
+            regime: regime.position(self._spans, quantized_from)
+            for regime in reachable(self._spans, quantized_from, self._context_length)
+        }
         self._place = tile_placement(placement, widths, self._limits, self._recurrent)
         self._aligned = placement == "aligned"
         self._prefill_widths = self._place.prefill_widths(self._step_widths)

@@ -92,6 +92,7 @@ def test_a_draft_changes_nothing_where_widths_are_given_up_behind_it(
         decoder = SpeculativeDecoder(engine, drafter, options)
         tokens = [e.token for e in decoder.generate(PROMPT[:start], max_tokens=40)]
         assert engine.tile_widths == left
+        assert "round differently" in decoder.stats.note
         if align:
             assert decoder.stats.forwards == decoder.stats.rounds
         return tokens, engine.longest_rewind(start + 10), engine.longest_rewind(start - 1)

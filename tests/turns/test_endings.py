@@ -367,6 +367,39 @@ def test_a_drafter_is_emptied_when_somebody_else_used_the_engine():
     assert drafter.resets == resets + 1
 
 
+class _OnlyCountsResets:
+    """Unlike lookup, it does not notice by itself that another text has begun."""
+
+    resets = 0
+
+    def propose(self, history, budget):
+        return [1] * budget
+
+    def commit(self, length):
+        pass
+
+    def reset(self):
+        self.resets += 1
+
+
+@pytest.mark.parametrize("between", ["nothing", "another text", "a text of somebody else's"])
+def test_a_drafter_that_trusts_what_it_was_shown_is_emptied_when_that_is_the_text_no_more(between):
+    engine, drafter = engine_of("llama"), _OnlyCountsResets()
+    engine.reset(0)
+    decoder = SpeculativeDecoder(engine, drafter)
+    emitted = [e.token for e in decoder.generate(PROMPT, max_tokens=5)]
+    resets, prompt = drafter.resets, [*PROMPT, *emitted, 5]
+    if between == "another text":
+        prompt = [*PROMPT[:10], *prompt_of(30, seed=8)]
+    if between == "a text of somebody else's":
+        # All of the prompt that follows is held, and nothing of it was shown.
+        prompt = prompt_of(40, seed=8)
+        engine.reset(0)
+        engine.prefill(prompt)
+    list(decoder.generate(prompt, max_tokens=2))
+    assert drafter.resets == resets + (between != "nothing")
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "lfm2"])
 def test_the_dynamic_engine_reuses_what_its_caches_can_give_back(family):
     engine, fresh = (DynamicShapeEngine(model_of(family), max_context_length=100) for _ in "ab")

@@ -44,7 +44,8 @@ def width_classes(engine: SpeculativeEngine, widths: tuple[int, ...]) -> list[tu
 
     first: dict[int, mx.array] = {}
     for width in widths:
-        first[width] = rows(tokens[:width])
+        # The last token of a context is never processed.
+        first[width] = rows(tokens[: min(width, engine.max_context_length - 1 - begin)])
         middle = width // 2
         if middle and begin + middle + width <= engine.max_context_length - 1:
             if getattr(engine, "is_recurrent", False):
@@ -60,7 +61,7 @@ def width_classes(engine: SpeculativeEngine, widths: tuple[int, ...]) -> list[tu
     classes: list[list[int]] = []
     for width, own in first.items():
         for group in classes:
-            common = min(width, group[-1])
+            common = min(len(own), len(first[group[-1]]))
             if mx.array_equal(own[:common], first[group[-1]][:common], equal_nan=True):
                 group.append(width)
                 break

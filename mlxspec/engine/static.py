@@ -285,14 +285,13 @@ class StaticShapeEngine(OneSequence):
         rows = self._cursor + 1 + drafts - self._tile_start(self._cursor)
         return next((width for width in self._widths if width >= rows), self._widths[-1])
 
-    def twin(self, tile_widths: Sequence[int], *, initial_capacity: int = 0) -> StaticShapeEngine:
-        """An empty engine of the same model and options in other widths."""
+    def twin(self, tile_widths: Sequence[int], **changes: Any) -> StaticShapeEngine:
+        """An empty engine of the same model and options, but for these, in other widths."""
         return StaticShapeEngine(
             self.model,
             max_context_length=self._context_length,
             tile_widths=tile_widths,
-            initial_capacity=initial_capacity,
-            **self._options,
+            **self._options | changes,
         )
 
     def widened(self) -> StaticShapeEngine:
@@ -377,7 +376,13 @@ class StaticShapeEngine(OneSequence):
 
     def _stand_in(self, position: int, widths: tuple[int, ...]) -> StaticShapeEngine:
         """Another engine that stands at this position, with a state of random numbers."""
-        engine = self.twin(widths, initial_capacity=position + 2 * widths[-1] if position else 0)
+        changes: dict[str, Any] = {}
+        if position:
+            changes["initial_capacity"] = position + 2 * widths[-1]
+        if not self._quantized_at(position):
+            # No tile is to end where keys become quantised, which may be the next position.
+            changes["kv_bits"] = None
+        engine = self.twin(widths, **changes)
         if position:
             engine._history = [i % engine._vocab_size for i in range(position)]
             engine._cursor = position

@@ -20,6 +20,7 @@ from mlxspec.engine.costs import (
     tile_widths_that_pay,
 )
 from mlxspec.engine.protocol import Capture
+from tests.cases import varied_model
 from tests.families.tiny import tiny_model
 
 CHEAP_ROWS = TileCosts(tuple((width, 1.0 + 0.01 * width) for width in CANDIDATE_WIDTHS))
@@ -31,6 +32,7 @@ class TimedEngine:
 
     vocab_size = 100
     processed_token_count = 1
+    max_verify_block_length = 1000
 
     def __init__(self, seconds_of):
         self.seconds_of = seconds_of
@@ -214,3 +216,41 @@ def test_a_file_that_holds_no_costs_is_measured_again(monkeypatch):
             lambda circumstances, stored=stored: SimpleNamespace(read_text=lambda: str(stored)),
         )
         assert costs_module.remembered_costs({}) is None
+
+
+@pytest.mark.parametrize("family", ["llama", "lfm2", "gemma3_text", "mamba2"])
+@pytest.mark.parametrize("widths", [None, (16,), (4, 8)])
+def test_a_context_shorter_than_a_tile_is_measured_and_drafted_in(family, widths):
+    if family == "mamba2" and widths is not None:
+        widths = widths[-1:]
+    model = tiny_model(family)
+    for length in (2, 3, 5, 17, 18):
+        options = {"max_context_length": length, "tile_widths": widths, "max_tokens": -1}
+        plain = [t for t, _, _ in mlxspec.generate_step([7], model, **options)]
+        drafted = mlxspec.generate_step(
+            [7], model, draft_model=model, adaptive_draft_count=True, **options
+        )
+        assert [t for t, _, _ in drafted] == plain
+        assert len(plain) == length - 1
+        engine = StaticShapeEngine(model, max_context_length=length, tile_widths=widths)
+        # A tile is measured if the next narrower one does not hold all of the context.
+        narrower = engine.tile_costs.widths[:-1]
+        assert all(width < length - 1 for width in narrower)
+        assert [found.position for found in engine.measured()] == [0]
+
+
+@pytest.mark.parametrize("start", [0, 1, 3, 10, 33, 300])
+def test_keys_that_become_quantised_within_a_tile_are_measured_and_drafted_with(start):
+    model = varied_model("llama", hidden_size=128, head_dim=32)
+    options = {
+        "kv_bits": 8,
+        "kv_group_size": 32,
+        "quantized_kv_start": start,
+        "max_context_length": 400,
+    }
+    assert StaticShapeEngine(model, **options).measured()[0].classes
+    plain = [t for t, _, _ in mlxspec.generate_step(PROMPT, model, max_tokens=60, **options)]
+    drafted = mlxspec.generate_step(
+        PROMPT, model, max_tokens=60, prompt_lookup=True, adaptive_draft_count=True, **options
+    )
+    assert [t for t, _, _ in drafted] == plain

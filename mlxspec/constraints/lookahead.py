@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mlxspec.constraints.protocol import Constraint, TokenMatcher
+from mlxspec.errors import GrammarError
 
 
 class Lookahead:
@@ -14,7 +15,8 @@ class Lookahead:
 
     The matcher has consumed every emitted token and, for the time of a round, guessed ones. What
     it allowed at every step is kept, so that a guess that was looked along when it was made costs
-    nothing when its rows are masked or its tokens are emitted.
+    nothing when its rows are masked or its tokens are emitted. A guess that the matcher fails at
+    ends there: only what is emitted may end a text.
 
     Args:
         constraint: Makes the matcher.
@@ -29,6 +31,7 @@ class Lookahead:
     def begin(self) -> None:
         """A new text begins."""
         self._matcher: TokenMatcher = self._constraint.matcher()
+        self._emitted: list[int] = []
         self._ahead: list[int] = []
         # One row per state met so far, the first of what is emitted; the last may be missing.
         self._rows: list[np.ndarray] = []
@@ -42,12 +45,22 @@ class Lookahead:
         self._retreat(0)
 
     def go_along(self, tokens: Sequence[int]) -> int:
-        """Go on along these as far as they are allowed; says how many are."""
+        """Go on along these as far as they are allowed; says how many are.
+
+        Raises:
+            GrammarError: What may follow what is emitted cannot be told.
+        """
         for count, token in enumerate(tokens):
             if not self._row()[token]:
                 return count
-            self._matcher.consume(token)
-            self._ahead.append(token)
+            try:
+                self._matcher.consume(token)
+                self._ahead.append(token)
+                self._row()
+            except GrammarError:
+                del self._ahead[len(self._rows) - 1 :]
+                self._replay()
+                return count
         return len(tokens)
 
     def go_where_forced(self, most: int) -> list[int]:
@@ -57,8 +70,10 @@ class Lookahead:
             row = self._row()
             if np.count_nonzero(row) != 1:
                 break
-            forced.append(int(row.argmax()))
-            self.go_along(forced[-1:])
+            token = int(row.argmax())
+            if not self.go_along([token]):
+                break
+            forced.append(token)
         return forced
 
     def rows_along(self, draft: Sequence[int]) -> np.ndarray:
@@ -80,10 +95,11 @@ class Lookahead:
         """The token is emitted; it is one of those allowed."""
         if self._ahead and self._ahead[0] == token:
             del self._ahead[0], self._rows[0]
-            return
-        self._retreat(0)
-        self._matcher.consume(token)
-        self._rows.clear()
+        else:
+            self._retreat(0)
+            self._matcher.consume(token)
+            self._rows.clear()
+        self._emitted.append(token)
 
     def _row(self) -> np.ndarray:
         """What is allowed at the state the matcher is in."""
@@ -94,9 +110,25 @@ class Lookahead:
             self._rows.append(row)
         return self._rows[-1]
 
+    def _replay(self) -> None:
+        """Go on with a new matcher: one that has failed is not to be trusted any more.
+
+        It is asked all that the old one was: llguidance fails where it was asked, not where it
+        was not.
+        """
+        self._matcher = self._constraint.matcher()
+        for token in (*self._emitted, *self._ahead):
+            self._matcher.allowed()
+            self._matcher.consume(token)
+        self._matcher.allowed()
+
     def _retreat(self, to: int) -> None:
         """Take back the guessed tokens but for the first `to`."""
         if to < len(self._ahead):
-            self._matcher.rollback(len(self._ahead) - to)
+            count = len(self._ahead) - to
             del self._ahead[to:]
             del self._rows[to + 1 :]
+            try:
+                self._matcher.rollback(count)
+            except GrammarError:
+                self._replay()

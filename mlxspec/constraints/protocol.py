@@ -12,7 +12,8 @@ class TokenMatcher(Protocol):
     """How far one text has come in what constrains it; a new one knows no token yet.
 
     What it allows is a function of the tokens consumed and of nothing else: what was consumed and
-    rolled back leaves no trace.
+    rolled back leaves no trace. Where it cannot tell it raises `GrammarError`, and another
+    matcher takes its place.
     """
 
     def allowed(self) -> np.ndarray:

@@ -8,6 +8,7 @@ import threading
 
 import jsonschema
 import mlx.core as mx
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ from mlxspec import (
     DynamicShapeEngine,
     EngineBusy,
     Grammar,
+    GrammarError,
     PromptLookup,
     SpeculationStats,
     StaticShapeEngine,
@@ -361,6 +363,105 @@ def test_the_prompt_is_no_part_of_what_is_matched():
             mlxspec.stream_generate(model(), tokenizer, prompt, engine=engine, json_schema=PERSON)
         )
         refuse_json(text_of(responses), PERSON)
+
+
+# Once it has begun, an array of arrays that are not empty has no end: llguidance gives up.
+ENDLESS = {
+    "anyOf": [{"$ref": "#/$defs/endless"}, {"const": 1}],
+    "$defs": {"endless": {"type": "array", "items": {"$ref": "#/$defs/endless"}, "minItems": 1}},
+}
+
+
+class _FailsAfter:
+    """A constraint of as and bs, of which nothing can be told after so many bs."""
+
+    end_tokens = (0,)
+
+    def __init__(self, where, most):
+        self.where, self.most = where, most
+
+    def matcher(self):
+        return _FailingMatcher(self.where, self.most)
+
+
+class _FailingMatcher:
+    def __init__(self, where, most):
+        self.where, self.most = where, most
+        self.tokens, self.failed = [], False
+
+    def _refuse(self, where):
+        self.failed |= where == self.where and self.tokens.count(98) > self.most
+        if self.failed:
+            raise GrammarError("it grew too large")
+
+    def allowed(self):
+        self._refuse("allowed")
+        return np.isin(np.arange(PADDED_SIZE), (97, 98))
+
+    def consume(self, token):
+        self.tokens.append(token)
+        self._refuse("consume")
+
+    def rollback(self, count):
+        # As llguidance's: once it has failed it stays so.
+        self._refuse("rollback")
+        del self.tokens[len(self.tokens) - count :]
+
+
+def _ended(constraint, wanted, drafter=None):
+    """Tokens, and the error that ended them, of a model that is made to say what is wanted."""
+
+    def say(tokens, logits):
+        return mx.where(mx.arange(PADDED_SIZE) == wanted(len(tokens)), 100.0, logits)
+
+    steps = mlxspec.generate_step(
+        PROMPT,
+        model(),
+        constraint=constraint,
+        logits_processors=[say],
+        drafter=drafter,
+        num_draft_tokens=7 if drafter else 0,
+        max_tokens=12,
+    )
+    tokens = []
+    try:
+        for token, *_ in steps:
+            tokens.append(token)
+    except GrammarError as problem:
+        return tokens, str(problem)
+    return tokens, None
+
+
+@pytest.mark.parametrize("where", ["allowed", "consume"])
+def test_a_guess_that_the_grammar_fails_at_ends_no_text(where):
+    """The text is plain decoding's, and so is where it fails if it says such a thing itself."""
+    begin, failures = len(PROMPT), 0
+    for most, rhythm in ((0, 100), (0, 3), (1, 4), (2, 2)):
+        constraint = _FailsAfter(where, most)
+
+        def wanted(length, rhythm=rhythm):
+            return 98 if (length - begin + 1) % rhythm == 0 else 97
+
+        plain = _ended(constraint, wanted)
+        failures += plain[1] is not None
+        text = PROMPT + [wanted(length) for length in range(begin, begin + 20)]
+        for plan in ([("wrong", 7)], [("right", 7)], [("right then wrong", 6), ("right", 3)]):
+            # A wrong a is a b.
+            drafter = PlannedDrafter(text, plan, PADDED_SIZE)
+            assert _ended(constraint, wanted, drafter) == plain
+            assert len(drafter.histories) > 0
+    assert failures == 3
+
+
+@pytest.mark.parametrize("said", ["1", "["])
+def test_a_guess_that_has_no_end_ends_no_text(said):
+    tokenizer = VOCABULARIES["bytes"]()
+    constraint = Grammar.from_json_schema(ENDLESS).bind(tokenizer)
+    said, guess = (tokenizer.encode(c, add_special_tokens=False)[0] for c in (said, "["))
+    plain = _ended(constraint, lambda length: said)
+    assert (plain[1] is None) == (said != guess)
+    drafter = PlannedDrafter([guess] * 40, [("right", 7)], PADDED_SIZE)
+    assert _ended(constraint, lambda length: said, drafter) == plain
 
 
 def test_a_stop_string_ends_a_text_before_its_grammar_does():

@@ -133,6 +133,10 @@ def test_another_model_or_quantisation_is_refused(tmp_path):
     for kv in ({}, KV | {"kv_bits": 4}, KV | {"kv_group_size": 64}):
         with pytest.raises((PromptCacheError, ValueError), match=r"quantised|kv_bits"):
             load_prompt_cache(file, engine_of(Case("llama", WIDE, kv)), prompt=prompt)
+    later = engine_of(Case("llama", WIDE, KV | {"quantized_kv_start": 24}))
+    with pytest.raises(PromptCacheError, match=r"quantised after 20 tokens, and this.* 24 on"):
+        load_prompt_cache(file, later, prompt=prompt)
+    assert not later.tokens
 
 
 def test_a_cache_of_another_kind_and_a_damaged_file_are_refused(tmp_path):

@@ -367,6 +367,18 @@ def test_tiles_that_cannot_go_on_from_a_recurrent_state_refuse_it(tmp_path):
     refused(tmp_path / "file", aligned, r"covers 38 of its 38 tokens, from where no tile")
 
 
+def test_tiles_that_would_see_keys_that_the_file_lacks_refuse_it(tmp_path):
+    windowed = {"sliding_window": 16}
+    model = varied_model("gemma3_text", **windowed)
+    narrow = StaticShapeEngine(model, max_context_length=90, tile_widths=(1, 2))
+    narrow.prefill(prompt_of(39))
+    save_prompt_cache(tmp_path / "file", narrow)
+    # It would start at position 32, and the file's keys begin with what position 37 sees.
+    aligned = engine_of(Case("gemma3_text", windowed, placement="aligned"), "read")
+    aligned.reset(0)
+    refused(tmp_path / "file", aligned, r"sliding windows lack keys that a tile of .*\(8,\)")
+
+
 def test_only_static_engines_that_hold_something_are_saved(tmp_path):
     engine = StaticShapeEngine(tiny_model("llama"), max_context_length=60)
     with pytest.raises(PromptCacheError, match="holds no tokens"):

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from mlxspec.errors import DrafterError
+
 if TYPE_CHECKING:
     from mlxspec.decoding.target import TargetChoice
     from mlxspec.drafting.device import DeviceDraft
@@ -84,8 +86,18 @@ def source_of(drafter: Drafter) -> tuple[str, int]:
 
     Proposals of one source are expected to be accepted alike. A drafter says it by its property
     `source`; without one the name of its type has to do.
+
+    Raises:
+        DrafterError: It is no name with a whole number of 0 or more.
     """
-    return getattr(drafter, "source", (type(drafter).__name__, 0))
+    source: object = getattr(drafter, "source", (type(drafter).__name__, 0))
+    match source:
+        case (str(name), int(evidence)) if evidence >= 0:
+            return name, evidence
+    raise DrafterError(
+        f"drafter {type(drafter).__name__}: expected source to be a name and an amount of "
+        f'evidence, 0 or more, as in ("lookup", 5), got {source!r}'
+    )
 
 
 # Most tokens that a source should draft, by its name and by what a token of it takes in seconds,

@@ -23,6 +23,7 @@ from mlxspec import (
     StaticShapeEngine,
     UnsupportedModel,
 )
+from mlxspec.drafting import DeviceDraft
 from tests.families.tiny import tiny_model
 
 N = 40
@@ -527,3 +528,35 @@ def test_what_failed_is_the_news_where_an_engine_then_does_not_go_back(engine, m
     with pytest.raises(KeyError, match="mine"):
         steps.throw(KeyError("mine"))
     assert engine.processed_token_count == 0
+
+
+@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize(
+    "source", [None, 5, "ab", ("a",), ("a", "b"), ("a", -5), ("a", 1.5), ([], 3), (None, None)]
+)
+def test_a_source_that_is_no_name_and_evidence_is_refused_by_name(engine, source, chained):
+    drafter = Proposes([1])
+    drafter.source = source
+    whole = mlxspec.Chain(drafter) if chained else drafter
+    options = SpeculativeDecodingOptions(adaptive=True)
+    steps = SpeculativeDecoder(engine, whole, options).generate([1, 2, 3], max_tokens=9)
+    with pytest.raises(DrafterError, match="drafter Proposes: expected source to be a name and"):
+        list(steps)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "scores", "message"),
+    [
+        (np.array([1, 2]), None, "expected tokens on the device"),
+        (mx.array([1, 2]), (1, 3), "expected scores float32"),
+        (mx.array([1, 2]), (3, None), "expected scores float32"),
+    ],
+)
+def test_a_draft_on_the_device_of_another_shape_is_refused_by_name(engine, tokens, scores, message):
+    if scores is not None:
+        rows, vocab = scores
+        scores = mx.zeros((rows, vocab or engine.vocab_size))
+    drafter = Proposes(DeviceDraft(tokens, scores))
+    steps = SpeculativeDecoder(engine, drafter).generate([1, 2, 3], max_tokens=9)
+    with pytest.raises(DrafterError, match=f"drafter Proposes: {message}"):
+        list(steps)

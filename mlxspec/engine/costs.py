@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -153,7 +154,8 @@ def remembered_costs(circumstances: dict[str, Any]) -> TileCosts | None:
 
     def read(stored: dict[str, Any]) -> TileCosts:
         seconds = tuple((int(width), float(cost)) for width, cost in stored["seconds"])
-        if not seconds or min(cost for _, cost in seconds) <= 0:
+        rising = all(below < width for below, width in pairwise((0, *(w for w, _ in seconds))))
+        if not seconds or not rising or not all(0 < cost < math.inf for _, cost in seconds):
             raise ValueError("no costs")
         return TileCosts(seconds)
 

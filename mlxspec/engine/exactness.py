@@ -80,8 +80,9 @@ def remembered_classes(circumstances: dict[str, Any]) -> list[tuple[int, ...]] |
 
     def read(stored: dict[str, Any]) -> list[tuple[int, ...]]:
         classes = [tuple(map(int, group)) for group in stored["classes"]]
-        if not all(classes):
-            raise ValueError("a class without a width")
+        asked, found = circumstances["engine"]["widths"], [w for group in classes for w in group]
+        if not all(classes) or len(set(found)) < len(found) or not set(found) <= set(asked):
+            raise ValueError("no classes of these widths")
         return classes
 
     return remembered(circumstances, read)

@@ -33,8 +33,11 @@ def remembered(circumstances: dict[str, Any], read: Callable[[dict[str, Any]], T
         read: Makes the measurement of what was stored.
     """
     try:
-        return read(json.loads(_file_for(circumstances).read_text()))
-    except (OSError, ValueError, KeyError, TypeError):
+        stored = json.loads(_file_for(circumstances).read_text())
+        # What tuples become in a file.
+        expected = json.loads(json.dumps(circumstances))
+        return read(stored) if stored == stored | expected else None
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
         return None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import json
 
 import mlx.core as mx
 import pytest
@@ -11,14 +11,16 @@ from hypothesis import strategies as st
 
 import mlxspec
 from mlxspec import StaticShapeEngine
-from mlxspec.engine import costs as costs_module
 from mlxspec.engine.costs import (
     BUDGET_IN_STEPS,
     CANDIDATE_WIDTHS,
     TileCosts,
     measure_costs,
+    remember_costs,
+    remembered_costs,
     tile_widths_that_pay,
 )
+from mlxspec.engine.exactness import remember_classes, remembered_classes
 from mlxspec.engine.protocol import Capture
 from tests.cases import varied_model
 from tests.families.tiny import tiny_model
@@ -209,13 +211,48 @@ def test_a_kept_engine_is_widened_for_plain_decoding_too(monkeypatch):
     assert [engine.tile_widths[-1] for engine in kept] == [64]
 
 
-def test_a_file_that_holds_no_costs_is_measured_again(monkeypatch):
-    for stored in ({}, {"seconds": []}, {"seconds": [[1, -1.0]]}, {"seconds": "x"}):
-        monkeypatch.setattr(
-            "mlxspec.engine.measurements._file_for",
-            lambda circumstances, stored=stored: SimpleNamespace(read_text=lambda: str(stored)),
-        )
-        assert costs_module.remembered_costs({}) is None
+NO_COSTS = ["[]", "[[]]", "[[1, -1.0]]", "[[1, NaN]]", "[[1, Infinity]]", "[[1e999, 1]]", "7"]
+NO_COSTS += ["[[1, 1.0], [1, 2.0]]", "[[8, 1.0], [1, 2.0]]", "[[0, 1.0]]", "[[1]]", "{}", "null"]
+NO_CLASSES = ["[[]]", "[[1, 999]]", "[[1, 2], [2, 4]]", "[5]", "[[null]]", "[[1e999]]", "7"]
+CIRCUMSTANCES = {"mlx": "1.0", "engine": {"widths": (1, 2, 4)}}
+
+
+@pytest.mark.parametrize(
+    ("remember", "remembered", "found", "key", "damages"),
+    [
+        (remember_costs, remembered_costs, CHEAP_ROWS, "seconds", NO_COSTS),
+        (remember_classes, remembered_classes, [(1, 2), (4,)], "classes", NO_CLASSES),
+    ],
+)
+def test_a_damaged_or_foreign_measurement_is_none(
+    remember, remembered, found, key, damages, monkeypatch, tmp_path
+):
+    monkeypatch.setattr("mlxspec.engine.measurements.cache_dir", lambda: tmp_path)
+    assert remembered(CIRCUMSTANCES) is None
+    remember(CIRCUMSTANCES, found)
+    assert remembered(CIRCUMSTANCES) == found
+    [file] = tmp_path.rglob("*.json")
+    whole = file.read_text()
+    good = json.loads(whole)
+    damaged = [json.dumps(good | {key: "HERE"}).replace('"HERE"', text) for text in damages]
+    foreign = json.dumps(good | {"mlx": "2.0"})
+    for text in (*damaged, foreign, "", "{}", "[]", "null", whole[:-9], "[" * 99999):
+        file.write_text(text)
+        assert remembered(CIRCUMSTANCES) is None, text
+    file.write_bytes(bytes([255, 254]))
+    assert remembered(CIRCUMSTANCES) is None
+    remember(CIRCUMSTANCES, found)
+    assert remembered(CIRCUMSTANCES) == found
+
+
+def test_where_nothing_can_be_kept_all_is_measured_every_time(monkeypatch, tmp_path):
+    blocked = tmp_path / "a file"
+    blocked.write_text("")
+    monkeypatch.setattr("mlxspec.engine.measurements.cache_dir", lambda: blocked)
+    for _ in range(2):
+        engine = StaticShapeEngine(tiny_model("llama"), max_context_length=100)
+        assert engine.tile_costs.widths[0] == 1
+        assert engine.remembered == {"width classes": False, "tile costs": False}
 
 
 @pytest.mark.parametrize("family", ["llama", "lfm2", "gemma3_text", "mamba2"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mlxspec.engine.costs import TileCosts
-from mlxspec.engine.spans import SpanRule
+from mlxspec.engine.spans import SpanRule, TileLimits
 
 # Numbers of keys at about which attention changes its kernel, on one device or another.
 KERNEL_CHANGES = (1024, 4096, 8192)
@@ -73,3 +73,42 @@ def reachable(spans: SpanRule, quantized_from: int | None, context_length: int) 
             found.append(Regime.of(span, quantized=True))
         position = span
     return list(dict.fromkeys(found))
+
+
+class ComparedRegimes:
+    """The regimes of a context, and in which of them widths have been compared.
+
+    Args:
+        limits: Where spans end and keys become quantised.
+        context_length: Most tokens of the context.
+        compared: Where they have been; whoever compares adds to it.
+    """
+
+    def __init__(self, limits: TileLimits, context_length: int, compared: set[Regime]):
+        self._limits = limits
+        self.compared = compared
+        # At most eight; asked for at every block.
+        self._begins = {
+            regime: regime.position(limits.spans, limits.quantized_from)
+            for regime in reachable(limits.spans, limits.quantized_from, context_length)
+        }
+
+    def at(self, position: int) -> Regime:
+        """The regime of this position's row."""
+        return Regime.of(self._limits.spans.span(position), self._limits.quantized_at(position))
+
+    def begin(self, regime: Regime) -> int:
+        """The first position of a regime at which a span begins."""
+        return regime.position(self._limits.spans, self._limits.quantized_from)
+
+    def include(self, position: int) -> bool:
+        """Whether widths have been compared where this position's row runs."""
+        return self.at(position) in self.compared
+
+    def compared_until(self, begin: int, end: int) -> int:
+        """The first position from `begin` on where widths are yet to be compared, or `end`."""
+        if not self.include(begin):
+            return begin
+        begins = self._begins.items()
+        later = (at for regime, at in begins if at > begin and regime not in self.compared)
+        return min([end, *later])

@@ -50,3 +50,7 @@ class TileLimits:
         if self.quantized_from is not None and position < self.quantized_from:
             return min(end, self.quantized_from)
         return end
+
+    def quantized_at(self, position: int) -> bool:
+        """Whether the row of this position finds the keys quantised."""
+        return self.quantized_from is not None and position >= self.quantized_from

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -13,24 +13,10 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxspec.engine.costs import (
-    CANDIDATE_WIDTHS,
-    TileCosts,
-    measure_costs,
-    remember_costs,
-    remembered_costs,
-    tile_widths_that_pay,
-)
-from mlxspec.engine.exactness import (
-    best_class,
-    remember_classes,
-    remembered_classes,
-    width_classes,
-)
-from mlxspec.engine.measurements import measured_in
+from mlxspec.engine.costs import TileCosts
 from mlxspec.engine.placement import Placement, checked_tile_widths, tile_placement
 from mlxspec.engine.protocol import Capture, ProgressCallback, VerifyRows
-from mlxspec.engine.regimes import Measured, Regime, reachable
+from mlxspec.engine.regimes import ComparedRegimes, Measured, Regime
 from mlxspec.engine.rollout import GoOn, Rollout, RolloutStep, must_wait
 from mlxspec.engine.sequence import OneSequence
 from mlxspec.engine.spans import SpanRule, TileLimits
@@ -44,6 +30,7 @@ from mlxspec.engine.support import (
     starts_without_state,
     why_not_quantized,
 )
+from mlxspec.engine.survey import WidthSurvey, class_to_decode_in, price_of_exactness
 from mlxspec.engine.tiles import TileKey, Tiles
 from mlxspec.engine.tokens import token_ids
 from mlxspec.errors import RewindRefused, UnsupportedModel
@@ -51,8 +38,6 @@ from mlxspec.numbers import whole_number
 
 DEFAULT_PREFILL_STEP_SIZE = 2048
 DEFAULT_QUANTIZED_KV_START = 5000
-# A price of exactness from which on it is said.
-_NOTABLE_PRICE = 1.05
 _NO_NOISE = mx.array([0, 0], mx.uint32)
 
 
@@ -139,12 +124,12 @@ class StaticShapeEngine(OneSequence):
         # What the rings are made for, also where some of the widths are given up later.
         self._widest = ladder[-1]
         self._step_widths = prefill_widths
-        self._may_widen = tile_widths is None and placement != "aligned" and not layout.rings
         self._exact = exact
         # Whether widths are used only as far as they are known to compute the same bits.
         self._compares = exact and tile_widths is None and placement != "aligned"
-        self._examined = {Regime()}
-        self._options: dict[str, Any] = {
+        # Before anything is decoded they are, where a context begins.
+        self._compared = {Regime()}
+        options: dict[str, Any] = {
             "placement": placement,
             "prefill_step_size": prefill_step_size,
             "span_step": span_step,
@@ -152,13 +137,25 @@ class StaticShapeEngine(OneSequence):
             "kv_group_size": kv_group_size,
             "quantized_kv_start": quantized_kv_start,
         }
+        make = partial(StaticShapeEngine, model, max_context_length=context_length, **options)
+        self._survey = WidthSurvey(
+            model,
+            options,
+            context_length,
+            is_recurrent=layout.is_recurrent,
+            may_widen=tile_widths is None and placement != "aligned" and not layout.rings,
+            make=make,
+        )
+        self._make_twin = make
         self._tile_costs: TileCosts | None = None
         # Of what was asked for: whether it was known from an earlier run, or measured.
         self.remembered: dict[str, bool] = {}
         self._recurrent = layout.is_recurrent
         self.kv_quantization = quantization
         # Widths are compared on whole keys, whose tiles nothing cuts short.
-        self._decode_in(ladder, placement, quantized_from=None)
+        self._placement: Placement = placement
+        self._quantize_from(None)
+        self._decode_in(ladder)
         self._weights = after
         quantized = layout if quantization is None else layout.quantized(quantization)
         first = layout.before_first_token() if starts_without_state(model) else layout
@@ -182,7 +179,8 @@ class StaticShapeEngine(OneSequence):
         if quantization is not None:
             # mlx-lm converts after a forward, so its first one sees whole keys; so does ours.
             quantized_from = max(quantized_kv_start, ladder[0] if self._recurrent else 1)
-        self._decode_in(ladder, placement, quantized_from)
+        self._quantize_from(quantized_from)
+        self._decode_in(ladder)
 
     @property
     def processed_token_count(self) -> int:
@@ -246,15 +244,11 @@ class StaticShapeEngine(OneSequence):
         this model, device and version of MLX: see `costs.measure_costs`.
         """
         if self._tile_costs is None:
-            self._tile_costs, known = self._costs_at(0, self._measured_widths())
+            self._tile_costs, known = self._survey.costs_at(0, self._survey.widths(self._widths))
             self.remembered["tile costs"] = known
-            price = self._tile_costs.of(self._widths[0]) / self._tile_costs.of(1)
-            priced = 1 in self._tile_costs.widths and self._compares
-            if priced and price > _NOTABLE_PRICE:
-                self.note = (
-                    f"{self.note}; a plain step so costs {price:.2f} of one in a tile of 1 row, "
-                    "which exact=False (--no-exact) would save"
-                )
+            price = price_of_exactness(self._tile_costs, self._widths)
+            if self._compares and price:
+                self.note = f"{self.note}; {price}"
         return self._tile_costs
 
     def measured(self) -> list[Measured]:
@@ -265,16 +259,7 @@ class StaticShapeEngine(OneSequence):
         of random numbers; this engine is left as it is. The widths are those of the ladder and
         those that it may be widened by.
         """
-        found: list[Measured] = []
-        for regime in reachable(self._spans, self._limits.quantized_from, self._context_length):
-            position = regime.position(self._spans, self._limits.quantized_from)
-            if position + 2 * self._measured_widths()[-1] >= self._context_length and found:
-                continue
-            widths = self._measured_widths()
-            classes, known = self._classes_at(position, widths)
-            costs, also_known = self._costs_at(position, widths)
-            found.append(Measured(regime, position, classes, costs, known and also_known))
-        return found
+        return list(self._survey.regimes(self._widths, self._limits))
 
     def learn_tile_costs(self, costs: TileCosts) -> None:
         """Take what rounds have shown as `tile_costs` from now on; nothing is written down."""
@@ -287,12 +272,13 @@ class StaticShapeEngine(OneSequence):
 
     def twin(self, tile_widths: Sequence[int], **changes: Any) -> StaticShapeEngine:
         """An empty engine of the same model and options, but for these, in other widths."""
-        return StaticShapeEngine(
-            self.model,
-            max_context_length=self._context_length,
-            tile_widths=tile_widths,
-            **self._options | changes,
-        )
+        return self._make_twin(tile_widths=tile_widths, **changes)
+
+    def pretend(self, position: int) -> None:
+        """Stand at this position with a state of random numbers: for measurements there."""
+        self._history = [i % self._vocab_size for i in range(position)]
+        self._cursor = position
+        self._state.pretend(position)
 
     def widened(self) -> StaticShapeEngine:
         """This engine, or an empty one with more widths, if rows get cheaper in wider tiles.
@@ -301,16 +287,14 @@ class StaticShapeEngine(OneSequence):
         where nothing else would change: the rings of sliding windows are as deep as the widest
         tile needs, and another depth adds the same keys in another order.
         """
-        if not self._may_widen:
+        if not self._survey.may_widen:
             return self
-        possible = {*self._measured_widths()} - {1, *self._widths}
-        wider = [width for width in tile_widths_that_pay(self.tile_costs) if width in possible]
-        if not wider:
+        widths = self._survey.ladder_that_pays(self._widths, self.tile_costs)
+        if widths == self._widths:
             return self
-        widths = tuple(sorted((*self._widths, *wider)))
         classes = self.width_classes
         if self._exact:
-            classes, known = self._classes_at(0, widths)
+            classes, known = self._survey.classes_at(0, widths)
             self.remembered["width classes"] = known
             alike = next((group for group in classes if set(self._widths) <= set(group)), ())
             widths = tuple(sorted({*self._widths, *alike}))
@@ -320,124 +304,32 @@ class StaticShapeEngine(OneSequence):
         engine.remembered = self.remembered
         return engine
 
-    def _measured_widths(self) -> tuple[int, ...]:
-        """The ladder, and the widths that it may be widened by, ascending."""
-        if not self._may_widen:
-            return self._widths
-
-        def possible(width: int) -> bool:
-            """Whether an engine like this one could have the width beside its own."""
-            limit = context_limit(self.model, width)
-            return (
-                width > self._widths[0]
-                and not (self._recurrent and width % self._widths[0])
-                and width < self._context_length - 1
-                and (limit is None or self._context_length <= limit)
-            )
-
-        # A tile of one row is measured for the price of doing without it.
-        return tuple(sorted({1, *self._widths, *filter(possible, CANDIDATE_WIDTHS)}))
-
-    def _costs_at(self, position: int, widths: tuple[int, ...]) -> tuple[TileCosts, bool]:
-        """Seconds of a tile by its width, and whether they were remembered."""
-        where = {"position": position} if position else {}
-        circumstances = self._measured_in(
-            costs_of=widths, cores=os.cpu_count(), kv_bits=self._options["kv_bits"], **where
-        )
-        costs = remembered_costs(circumstances)
-        if costs is not None:
-            return costs, True
-        costs = measure_costs(self._stand_in(position, widths), widths)
-        remember_costs(circumstances, costs)
-        return costs, False
-
-    def _classes_at(
-        self, position: int, widths: tuple[int, ...], engine: StaticShapeEngine | None = None
-    ) -> tuple[list[tuple[int, ...]], bool]:
-        """Groups of widths that compute the same bits, and whether they were remembered.
-
-        They are compared on `engine`, which stands there, or on a stand-in.
-        """
-        where: dict[str, Any] = {}
-        if position:
-            options = ("kv_bits", "kv_group_size", "quantized_kv_start")
-            where = {"position": position} | {name: self._options[name] for name in options}
-        room = self._context_length - position
-        if room <= 2 * widths[-1]:
-            # Less is compared where a second tile has no room, which says less of long contexts.
-            where["room"] = room
-        circumstances = self._measured_in(widths=widths, **where)
-        classes = remembered_classes(circumstances)
-        if classes is not None:
-            return classes, True
-        classes = width_classes(engine or self._stand_in(position, widths), widths)
-        remember_classes(circumstances, classes)
-        return classes, False
-
-    def _stand_in(self, position: int, widths: tuple[int, ...]) -> StaticShapeEngine:
-        """Another engine that stands at this position, with a state of random numbers."""
-        changes: dict[str, Any] = {}
-        if position:
-            changes["initial_capacity"] = position + 2 * widths[-1]
-        if not self._quantized_at(position):
-            # No tile is to end where keys become quantised, which may be the next position.
-            changes["kv_bits"] = None
-        engine = self.twin(widths, **changes)
-        if position:
-            engine._history = [i % engine._vocab_size for i in range(position)]
-            engine._cursor = position
-            engine._state.pretend(position)
-        return engine
-
     def _examine(self, position: int) -> None:
         """Compare the ladder's widths where `position` is the first to meet other kernels.
 
         What is left of the ladder is a part of one class here and was one before, so positions
-        behind see no other bits; a state that is only moved in full tiles needs the narrowest.
-        Where the context has no room to compare, the narrowest is left.
+        behind see no other bits.
         """
         if not self._not_compared_at(position):
             return
-        regime = self._regime_at(position)
-        quantized_from = self._limits.quantized_from
-        begin = regime.position(self._spans, quantized_from)
-        classes: list[tuple[int, ...]] = []
-        if begin + 1 + self._widths[-1] < self._context_length:
-            classes, _ = self._classes_at(begin, self._widths)
-        if self._recurrent:
-            classes = [group for group in classes if self._widths[0] in group]
-        kept = best_class(classes) if classes else self._widths[:1]
+        regime = self._regimes.at(position)
+        begin = self._regimes.begin(regime)
+        kept = self._survey.equal_at(begin, self._widths, self._limits.quantized_at(begin))
         if kept != self._widths:
             self.note = (
                 f"tile widths {', '.join(map(str, kept))} from {begin} tokens on: others of "
                 f"{', '.join(map(str, self._widths))} round differently there"
             )
-            self._decode_in(kept, self._options["placement"], quantized_from)
-        self._examined.add(regime)
+            self._decode_in(kept)
+        self._compared.add(regime)
 
     def _not_compared_at(self, position: int) -> bool:
         """Whether widths are yet to be compared where a row of this position would run."""
-        if not self._compares or len(self._widths) == 1:
-            return False
-        return self._regime_at(position) not in self._examined
+        return self._has_to_compare and not self._regimes.include(position)
 
-    def _compared_until(self, begin: int, end: int) -> int:
-        """The first position from `begin` on where widths are yet to be compared, or `end`."""
-        if not self._compares or len(self._widths) == 1:
-            return end
-        if self._not_compared_at(begin):
-            return begin
-        starts = self._regime_starts.items()
-        later = (at for regime, at in starts if at > begin and regime not in self._examined)
-        return min([end, *later])
-
-    def _regime_at(self, position: int) -> Regime:
-        return Regime.of(self._spans.span(position), self._quantized_at(position))
-
-    def _measured_in(self, **what: Any) -> dict[str, Any]:
-        """The circumstances of a measurement of this engine."""
-        placement = self._options["placement"]
-        return measured_in(self.model, placement=placement, span_step=self._spans.step, **what)
+    @property
+    def _has_to_compare(self) -> bool:
+        return self._compares and len(self._widths) > 1
 
     @property
     def trace_count(self) -> int:
@@ -764,7 +656,7 @@ class StaticShapeEngine(OneSequence):
                 f"its sliding windows lack keys that a tile of this engine's widths "
                 f"{self._widths} would see; use the widths it was made with"
             )
-        if state.is_quantized and not self._quantized_at(count):
+        if state.is_quantized and not self._limits.quantized_at(count):
             return (
                 f"its keys and values are quantised after {count} tokens, and this engine's are "
                 f"from position {self._limits.quantized_from} on"
@@ -779,29 +671,25 @@ class StaticShapeEngine(OneSequence):
         del self._history[self._cursor :]
         self._state.rewind(self._cursor)
 
-    def _decode_in(
-        self, widths: tuple[int, ...], placement: Placement, quantized_from: int | None
-    ) -> None:
+    def _quantize_from(self, position: int | None) -> None:
+        """Show keys quantised from this position on; None is nowhere."""
+        self._limits = TileLimits(self._spans, position)
+        self._regimes = ComparedRegimes(self._limits, self._context_length, self._compared)
+
+    def _decode_in(self, widths: tuple[int, ...]) -> None:
         """Use these widths: the ladder, or the part of it that computes the same bits."""
         self._widths = widths
-        self._limits = TileLimits(self._spans, quantized_from)
-        # At most eight; asked for at every block.
-        self._regime_starts = {
-            regime: regime.position(self._spans, quantized_from)
-            for regime in reachable(self._spans, quantized_from, self._context_length)
-        }
-        self._place = tile_placement(placement, widths, self._limits, self._recurrent)
-        self._aligned = placement == "aligned"
+        self._place = tile_placement(self._placement, widths, self._limits, self._recurrent)
+        self._aligned = self._placement == "aligned"
         self._prefill_widths = self._place.prefill_widths(self._step_widths)
 
     def _equal_widths(self) -> tuple[int, ...]:
         """The part of the ladder that is one class, so that no draft length changes a bit."""
         # A tile as wide as the context could not be filled.
         usable = tuple(width for width in self._widths if width < self._context_length)
-        self.width_classes, known = self._classes_at(0, usable, self)
+        self.width_classes, known = self._survey.classes_at(0, usable, engine=self)
         self.remembered["width classes"] = known
-        # With no width whose rows agree among themselves, one row at a time is all that is left.
-        kept = best_class(self.width_classes) if self.width_classes else usable[:1]
+        kept = class_to_decode_in(self.width_classes, usable)
         if kept != usable:
             self.note = (
                 f"tile widths {', '.join(map(str, kept))} of {', '.join(map(str, usable))}: the "
@@ -846,13 +734,9 @@ class StaticShapeEngine(OneSequence):
                 f"the sliding windows have been written up to position {state.high_water} and no "
                 "longer hold what the next token there would see"
             )
-        if state.is_quantized and not self._quantized_at(start):
+        if state.is_quantized and not self._limits.quantized_at(start):
             return f"keys and values are quantised since position {self._limits.quantized_from}"
         return None
-
-    def _quantized_at(self, position: int) -> bool:
-        start = self._limits.quantized_from
-        return start is not None and position >= start
 
     def _prefill_tiles(self) -> Iterator[int]:
         """Process the history from the cursor on in full tiles; yields where each has come to.
@@ -863,7 +747,7 @@ class StaticShapeEngine(OneSequence):
         """
         position, end = self._bring_state_to_cursor(), len(self._history)
         for chunk in range(position, end, self._prefill_widths[0]):
-            if self._quantized_at(chunk):
+            if self._limits.quantized_at(chunk):
                 self._state.quantize()
             chunk_end = min(end, chunk + self._prefill_widths[0])
             for width in self._prefill_widths:
@@ -956,7 +840,7 @@ class StaticShapeEngine(OneSequence):
     ) -> _Tile:
         """Run the tile that computes positions up to `stop`; lazily."""
         start = self._tile_start(position)
-        if self._quantized_at(start):
+        if self._limits.quantized_at(start):
             self._state.quantize()
         width = next(width for width in self._widths if width >= stop - start)
         span = self._spans.span(start)
@@ -1095,11 +979,13 @@ class StaticShapeEngine(OneSequence):
                 f"keys become quantised at position {quantized_from}, and a block across it "
                 "could not be taken back. Verify a shorter block"
             )
-        known = self._compared_until(self._cursor + 1, self._cursor + length) - self._cursor
-        if known < length:
-            length = known
+        end = self._cursor + length
+        if self._has_to_compare:
+            end = self._regimes.compared_until(self._cursor + 1, end)
+        if end - self._cursor < length:
+            length = end - self._cursor
             reason = (
-                f"from position {self._cursor + known} on tiles run on other kernels, for which "
+                f"from position {end} on tiles run on other kernels, for which "
                 "widths are compared when the text has come there. Verify a shorter block"
             )
         if (reach := self._ring_reach(self._cursor + length)) < length:

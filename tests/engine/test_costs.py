@@ -98,7 +98,7 @@ def test_costs_are_measured_once_for_a_model_and_again_for_another(monkeypatch, 
     monkeypatch.setattr("mlxspec.engine.measurements.cache_dir", lambda: tmp_path)
     calls = []
     monkeypatch.setattr(
-        "mlxspec.engine.static.measure_costs",
+        "mlxspec.engine.survey.measure_costs",
         lambda engine, widths: calls.append(widths) or TileCosts(((1, 1.0), (2, 1.5))),
     )
 
@@ -116,7 +116,7 @@ def test_costs_are_measured_once_for_a_model_and_again_for_another(monkeypatch, 
 
 
 def test_an_engine_is_measured_without_being_touched(monkeypatch):
-    monkeypatch.setattr("mlxspec.engine.static.remembered_costs", lambda circumstances: None)
+    monkeypatch.setattr("mlxspec.engine.survey.remembered_costs", lambda circumstances: None)
     engine = StaticShapeEngine(tiny_model("gemma3_text"), max_context_length=100)
     engine.prefill(PROMPT)
     before = [mx.array(array) for array in engine._state.slots]
@@ -130,7 +130,7 @@ def test_an_engine_is_measured_without_being_touched(monkeypatch):
 
 
 def cheap(monkeypatch):
-    monkeypatch.setattr("mlxspec.engine.static.remembered_costs", lambda circumstances: CHEAP_ROWS)
+    monkeypatch.setattr("mlxspec.engine.survey.remembered_costs", lambda circumstances: CHEAP_ROWS)
 
 
 @pytest.mark.parametrize("family", ["llama", "lfm2"])
@@ -154,27 +154,27 @@ def test_a_default_ladder_is_widened_by_widths_that_compute_the_same_bits(family
 
 def test_widths_that_round_differently_are_left_out_unless_exactness_is_waived(monkeypatch):
     cheap(monkeypatch)
-    monkeypatch.setattr("mlxspec.engine.static.remembered_classes", lambda circumstances: None)
-    monkeypatch.setattr("mlxspec.engine.static.remember_classes", lambda *measured: None)
+    monkeypatch.setattr("mlxspec.engine.survey.remembered_classes", lambda circumstances: None)
+    monkeypatch.setattr("mlxspec.engine.survey.remember_classes", lambda *measured: None)
     own = (1, 2, 4, 8, 16)
     monkeypatch.setattr(
-        "mlxspec.engine.static.width_classes",
+        "mlxspec.engine.survey.width_classes",
         lambda engine, widths: [(*own, 24), tuple(w for w in widths if w not in (*own, 24))],
     )
-    monkeypatch.setattr("mlxspec.engine.static.best_class", lambda classes: own)
+    monkeypatch.setattr("mlxspec.engine.survey.best_class", lambda classes: own)
     model = tiny_model("llama")
     assert StaticShapeEngine(model).widened().tile_widths == (*own, 24)
     assert StaticShapeEngine(model, exact=False).widened().tile_widths[-1] == 64
 
 
 def test_a_price_of_exactness_above_five_percent_is_said(monkeypatch):
-    monkeypatch.setattr("mlxspec.engine.static.remember_classes", lambda *measured: None)
-    monkeypatch.setattr("mlxspec.engine.static.remembered_classes", lambda *measured: None)
-    monkeypatch.setattr("mlxspec.engine.static.width_classes", lambda *engine: [(1,), (4, 8, 16)])
+    monkeypatch.setattr("mlxspec.engine.survey.remember_classes", lambda *measured: None)
+    monkeypatch.setattr("mlxspec.engine.survey.remembered_classes", lambda *measured: None)
+    monkeypatch.setattr("mlxspec.engine.survey.width_classes", lambda *engine: [(1,), (4, 8, 16)])
     for cost, said in ((1.2, True), (1.02, False)):
         costs = TileCosts(((1, 1.0), (4, cost), (16, 2.0)))
         monkeypatch.setattr(
-            "mlxspec.engine.static.remembered_costs", lambda circumstances, costs=costs: costs
+            "mlxspec.engine.survey.remembered_costs", lambda circumstances, costs=costs: costs
         )
         engine = StaticShapeEngine(tiny_model("llama"))
         assert engine.tile_widths == (4, 8, 16)

@@ -98,8 +98,8 @@ def located(width, row, logit, ladder):
 
 def test_a_fault_that_keeps_a_width_out_of_the_class_is_named_and_fails_nothing(monkeypatch):
     # Measured here, and remembered for nobody.
-    monkeypatch.setattr("mlxspec.engine.static.remembered_classes", lambda circumstances: None)
-    monkeypatch.setattr("mlxspec.engine.static.remember_classes", lambda *measured: None)
+    monkeypatch.setattr("mlxspec.engine.survey.remembered_classes", lambda circumstances: None)
+    monkeypatch.setattr("mlxspec.engine.survey.remember_classes", lambda *measured: None)
     plant_ulp(monkeypatch, 4, 2, 7, late=0)
     verdict = verified(MODEL, up_to=1)
     assert verdict.widths == (1, 2, 8, 16)

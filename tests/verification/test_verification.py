@@ -56,7 +56,7 @@ def test_a_draft_model_drafts_where_one_is_given():
 
 def test_widths_that_drafting_is_given_because_they_pay_are_verified_too(monkeypatch):
     cheap = TileCosts(((1, 1.0), (16, 1.1), (24, 1.2), (32, 3.0)))
-    monkeypatch.setattr("mlxspec.engine.static.remembered_costs", lambda circumstances: cheap)
+    monkeypatch.setattr("mlxspec.engine.survey.remembered_costs", lambda circumstances: cheap)
     options = OPTIONS | {"widened": True, "max_context_length": 256, "span_step": 48}
     verdict = verify_model(tiny_model("llama"), PROMPT, **options)
     assert verdict.passed

@@ -193,3 +193,10 @@ def checked_tile_widths(
             f"step of {span_step}, got {tile_widths!r}; for example tile_widths=(1, 2, 4, 8)"
         )
     return widths
+
+
+def prefill_ladder(step_size: int) -> tuple[int, ...]:
+    """Widths of prefill tiles, descending: `step_size` and the powers of two below it."""
+    step_size = whole_number("prefill_step_size", step_size, 1)
+    powers = [1 << bit for bit in reversed(range((step_size - 1).bit_length()))]
+    return (step_size, *powers)

@@ -4,56 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
-from mlx_lm.models.cache import make_prompt_cache
 
 from mlxspec.engine.costs import TileCosts
-from mlxspec.engine.placement import Placement, checked_tile_widths, tile_placement
+from mlxspec.engine.placement import Placement, checked_tile_widths, prefill_ladder, tile_placement
 from mlxspec.engine.protocol import Capture, ProgressCallback, VerifyRows
+from mlxspec.engine.reach import Bound, Reach
 from mlxspec.engine.regimes import ComparedRegimes, Measured, Regime
 from mlxspec.engine.rollout import GoOn, Rollout, RolloutStep, must_wait
+from mlxspec.engine.rows import DecodeTile, rows_of
 from mlxspec.engine.sequence import OneSequence
 from mlxspec.engine.spans import SpanRule, TileLimits
-from mlxspec.engine.state import KVQuantization, ModelState, StateImage, StateLayout
+from mlxspec.engine.state import KVQuantization, ModelState, StateImage
 from mlxspec.engine.state.image import image_of, put_image, why_not
 from mlxspec.engine.support import (
-    context_limit,
-    default_context_length,
+    checked_context_length,
     default_placement,
     require_static,
     starts_without_state,
-    why_not_quantized,
 )
 from mlxspec.engine.survey import WidthSurvey, class_to_decode_in, price_of_exactness
 from mlxspec.engine.tiles import TileKey, Tiles
 from mlxspec.engine.tokens import token_ids
-from mlxspec.errors import RewindRefused, UnsupportedModel
+from mlxspec.engine.warm_up import warm_up
+from mlxspec.errors import RewindRefused
 from mlxspec.numbers import whole_number
 
 DEFAULT_PREFILL_STEP_SIZE = 2048
 DEFAULT_QUANTIZED_KV_START = 5000
 _NO_NOISE = mx.array([0, 0], mx.uint32)
-
-
-@dataclass(frozen=True)
-class _Tile:
-    """One decode forward under way.
-
-    Attributes:
-        outputs: What the tile returned, see `Tiles.get`.
-        rows: The rows that belong to the block, without re-fed tokens and padding.
-        end: One past the last slot the tile wrote, padding included.
-    """
-
-    outputs: list[mx.array]
-    rows: slice
-    end: int
 
 
 class StaticShapeEngine(OneSequence):
@@ -109,17 +92,14 @@ class StaticShapeEngine(OneSequence):
         quantization = None if kv_bits is None else KVQuantization(kv_bits, kv_group_size)
         _check_quantized_start(quantized_kv_start)
         checked_tile_widths(tile_widths, placement, span_step)
-        prefill_widths = _prefill_widths(prefill_step_size)
+        prefill_widths = prefill_ladder(prefill_step_size)
         require_static(model)
         placement = placement or default_placement(model)
         ladder = checked_tile_widths(tile_widths, placement, span_step)
-        context_length = _checked_context_length(max_context_length, model, ladder[-1])
-        before = _weights(model)
-        layout, vocab_size = _warm_up(model, ladder[-1], quantization)
-        after = _weights(model)
-        # Some forwards clip their own weights and put them back, each time in a new array.
-        self._own_changes = {name for name, weight in before.items() if after[name] is not weight}
-        super().__init__(model, vocab_size, context_length)
+        context_length = checked_context_length(max_context_length, model, ladder[-1])
+        warm = warm_up(model, ladder[-1], quantization)
+        layout = warm.layout
+        super().__init__(model, warm.vocab_size, context_length)
         self._widths = ladder
         # What the rings are made for, also where some of the widths are given up later.
         self._widest = ladder[-1]
@@ -156,7 +136,7 @@ class StaticShapeEngine(OneSequence):
         self._placement: Placement = placement
         self._quantize_from(None)
         self._decode_in(ladder)
-        self._weights = after
+        self._warm = warm
         quantized = layout if quantization is None else layout.quantized(quantization)
         first = layout.before_first_token() if starts_without_state(model) else layout
         self._tiles = {form: Tiles(model, form) for form in (layout, quantized, first)}
@@ -213,16 +193,8 @@ class StaticShapeEngine(OneSequence):
 
     @property
     def one_forward_draft_budget(self) -> int:
-        """How many drafts after an anchor at the cursor fit one forward; never below 0.
-
-        The tile has to hold them beside the tokens it feeds again, all rows have to attend to
-        one span, and the token after the last draft needs a position inside the context.
-        """
-        if self._not_compared_at(self._cursor):
-            # The next call finds out which widths are left, and so what fits.
-            return 0
-        end = self._place.end(self._tile_start(self._cursor))
-        return max(0, min(end, self._context_length - 1) - self._cursor - 1)
+        """How many drafts after an anchor at the cursor fit one forward; never below 0."""
+        return self._reach.one_forward_draft_budget
 
     @property
     def max_verify_block_length(self) -> int:
@@ -234,7 +206,7 @@ class StaticShapeEngine(OneSequence):
         quantisation, which cannot be taken back. And kernels for which widths have not been
         compared yet. The error of `verify` says which it was.
         """
-        return self._verify_bound[0]
+        return self._reach.verify_bound[0]
 
     @property
     def tile_costs(self) -> TileCosts:
@@ -310,7 +282,7 @@ class StaticShapeEngine(OneSequence):
         What is left of the ladder is a part of one class here and was one before, so positions
         behind see no other bits.
         """
-        if not self._not_compared_at(position):
+        if self._reach.compared_at(position):
             return
         regime = self._regimes.at(position)
         begin = self._regimes.begin(regime)
@@ -322,14 +294,6 @@ class StaticShapeEngine(OneSequence):
             )
             self._decode_in(kept)
         self._compared.add(regime)
-
-    def _not_compared_at(self, position: int) -> bool:
-        """Whether widths are yet to be compared where a row of this position would run."""
-        return self._has_to_compare and not self._regimes.include(position)
-
-    @property
-    def _has_to_compare(self) -> bool:
-        return self._compares and len(self._widths) > 1
 
     @property
     def trace_count(self) -> int:
@@ -355,12 +319,7 @@ class StaticShapeEngine(OneSequence):
     @property
     def weights_unchanged(self) -> bool:
         """Whether the model still has the weights that the compiled tiles hold as constants."""
-        now = _weights(self.model)
-        return now.keys() == self._weights.keys() and all(
-            now[name] is weight
-            for name, weight in self._weights.items()
-            if name not in self._own_changes
-        )
+        return self._warm.has_weights_of(self.model)
 
     @contextmanager
     def lease(self) -> Iterator[None]:
@@ -389,7 +348,7 @@ class StaticShapeEngine(OneSequence):
         with self._exclusive.call("prefill"):
             self._mend()
             ids = token_ids(tokens, self._vocab_size, "prefill")
-            _require_length("prefill", len(ids), self._context_bound)
+            _require_length("prefill", len(ids), self._reach.context_bound)
             report = progress or (lambda processed, total: None)
             report(0, len(ids))
             before = self._cursor
@@ -435,7 +394,7 @@ class StaticShapeEngine(OneSequence):
                 raise ValueError("verify: expected at least the anchor, got an empty block")
             count = 0 if drafted is None else len(drafted)
             self._examine(self._cursor)
-            _require_length("verify", len(ids) + count, self._verify_bound)
+            _require_length("verify", len(ids) + count, self._reach.verify_bound)
             before = self._cursor
             with self._extended_history(ids):
                 if drafted is not None and count:
@@ -457,22 +416,7 @@ class StaticShapeEngine(OneSequence):
         The context bounds it, and so do the rings and the start of quantisation: if nothing of
         the rollout is kept, the state has to go on after the pending tokens.
         """
-        after = self._cursor + pending
-        limit = self._context_length - after
-        quantized_from = self._limits.quantized_from
-        if quantized_from is not None and after < quantized_from:
-            limit = min(limit, quantized_from - after + 1)
-        narrowest = self._widths[0]
-        start = after
-        if self._recurrent or self._aligned:
-            start = after // narrowest * narrowest
-        last_write = self._state.last_write(start)
-        if last_write is not None:
-            last = last_write - narrowest
-            if self._aligned:
-                last = last_write // narrowest * narrowest - 1
-            limit = min(limit, last - after + 2)
-        return max(0, limit)
+        return self._reach.roll_out_limit(pending)
 
     def roll_out(
         self,
@@ -505,7 +449,7 @@ class StaticShapeEngine(OneSequence):
             ids = token_ids(tokens, self._vocab_size, "roll_out")
             if not ids:
                 raise ValueError("roll_out: expected at least one token to go on from, got none")
-            _require_length("roll_out", len(ids), self._verify_bound)
+            _require_length("roll_out", len(ids), self._reach.verify_bound)
             limit = self.roll_out_limit(len(ids))
             if not 1 <= count <= limit:
                 raise ValueError(f"roll_out: expected 1 to {limit} tokens to choose, got {count}")
@@ -549,7 +493,7 @@ class StaticShapeEngine(OneSequence):
         checkpoint from which one tile reaches the token after `to`, and keys in the form,
         quantised or not, in which that token sees them. The empty state needs nothing.
         """
-        return 0 <= to <= self._cursor and self._why_no_rewind(to) is None
+        return 0 <= to <= self._cursor and self._reach.why_no_rewind(to) is None
 
     def longest_rewind(self, to: int) -> int:
         """The farthest length, `to` or less, that a next turn may go on from.
@@ -557,17 +501,7 @@ class StaticShapeEngine(OneSequence):
         It is the same whatever was drafted: what rings hold beyond that, and recurrent
         checkpoints other than the prompt's end, depend on where blocks happened to end.
         """
-        to = max(0, min(to, self._cursor))
-        if to == self._cursor:
-            return to
-        state = self._state
-        if self._recurrent:
-            to = state.pinned if to >= state.pinned else 0
-        reached = max(state.reached, self._cursor)
-        kept = max(0, reached - self._widest)
-        if not state.rings_always_allow(self._place.start(to, to), kept):
-            return 0
-        return to if self._why_no_rewind(to) is None else 0
+        return self._reach.longest_rewind(to)
 
     def reset(self, to: int) -> None:
         """Shorten history and cursor to `to` tokens; 0 also zeroes the state.
@@ -585,7 +519,7 @@ class StaticShapeEngine(OneSequence):
                     f"reset: expected a length from 0 to {self._cursor}, the tokens processed so "
                     f"far, got {to}"
                 )
-            if reason := self._why_no_rewind(to):
+            if reason := self._reach.why_no_rewind(to):
                 raise RewindRefused(
                     f"reset: cannot go back from {self._cursor} tokens to {to}: {reason}. Use "
                     "reset(0) and process the tokens again"
@@ -607,8 +541,8 @@ class StaticShapeEngine(OneSequence):
         with self._exclusive.call("image"):
             self._mend()
             start = self._bring_state_to_cursor()
-            kept = max(0, max(self._state.reached, self._cursor) - self._widest)
-            return image_of(self._state, list(self._history), min(kept, start))
+            kept = min(self._reach.always_kept, start)
+            return image_of(self._state, list(self._history), kept)
 
     def restore(self, image: StateImage) -> None:
         """Hold what another engine of this model held, and nothing else.
@@ -634,34 +568,13 @@ class StaticShapeEngine(OneSequence):
             state = ModelState(*forms, capacity)
             if count:
                 put_image(state, image)
-            if reason := self._why_not_on(state, count):
+            if reason := self._reach.why_not_on(state, count):
                 raise ValueError(reason)
             for tiles in self._tiles.values():
                 tiles.forget_other_capacities(capacity)
             self._end_rollout()
             # As one, should Ctrl-C arrive here.
             self._state, self._history, self._cursor = state, tokens, count
-
-    def _why_not_on(self, state: ModelState, count: int) -> str | None:
-        """Why no tile of this engine goes on from such a state of `count` tokens, if none does."""
-        start = self._place.start(count, state.position)
-        if not self._place.reaches(count, state.position):
-            return (
-                f"its recurrent state covers {state.position} of its {count} tokens, from where "
-                f"no tile of this engine's widths {self._widths} goes on; use the widths it was "
-                "made with"
-            )
-        if not state.rings_allow(start):
-            return (
-                f"its sliding windows lack keys that a tile of this engine's widths "
-                f"{self._widths} would see; use the widths it was made with"
-            )
-        if state.is_quantized and not self._limits.quantized_at(count):
-            return (
-                f"its keys and values are quantised after {count} tokens, and this engine's are "
-                f"from position {self._limits.quantized_from} on"
-            )
-        return None
 
     def _mend(self) -> None:
         """End what a call left half done because Ctrl-C came inside: the cursor says what stays."""
@@ -717,27 +630,6 @@ class StaticShapeEngine(OneSequence):
             del self._history[self._cursor :]
             self._state.rewind(self._cursor)
 
-    def _why_no_rewind(self, to: int) -> str | None:
-        """What the state no longer holds of the first `to` tokens, or None if nothing is missing.
-
-        Rings, recurrent layers and full attention go back together or not at all.
-        """
-        state = self._state
-        if to in (0, self._cursor):
-            return None
-        checkpoint = state.nearest_checkpoint(to)
-        start = self._place.start(to, checkpoint)
-        if not self._place.reaches(to, checkpoint):
-            return f"of the recurrent state only that after {checkpoint} tokens is left before it"
-        if not state.rings_allow(start):
-            return (
-                f"the sliding windows have been written up to position {state.high_water} and no "
-                "longer hold what the next token there would see"
-            )
-        if state.is_quantized and not self._limits.quantized_at(start):
-            return f"keys and values are quantised since position {self._limits.quantized_from}"
-        return None
-
     def _prefill_tiles(self) -> Iterator[int]:
         """Process the history from the cursor on in full tiles; yields where each has come to.
 
@@ -777,9 +669,9 @@ class StaticShapeEngine(OneSequence):
         self._state.settle(position)
         return position
 
-    def _verify_tiles(self, capture: Capture, noise_key: mx.array | None) -> list[_Tile]:
+    def _verify_tiles(self, capture: Capture, noise_key: mx.array | None) -> list[DecodeTile]:
         """Run the tiles that cover the history from the cursor on; nothing is read back yet."""
-        tiles: list[_Tile] = []
+        tiles: list[DecodeTile] = []
         position = self._cursor
         end = len(self._history) + sum(map(len, self._unread))
         while position < end:
@@ -837,7 +729,7 @@ class StaticShapeEngine(OneSequence):
 
     def _decode_tile(
         self, position: int, stop: int, capture: Capture, noise_key: mx.array | None = None
-    ) -> _Tile:
+    ) -> DecodeTile:
         """Run the tile that computes positions up to `stop`; lazily."""
         start = self._tile_start(position)
         if self._limits.quantized_at(start):
@@ -845,7 +737,7 @@ class StaticShapeEngine(OneSequence):
         width = next(width for width in self._widths if width >= stop - start)
         span = self._spans.span(start)
         outputs = self._forward(start, stop - start, width, span, capture, noise_key)
-        return _Tile(outputs, slice(position - start, stop - start), start + width)
+        return DecodeTile(outputs, slice(position - start, stop - start), start + width)
 
     def _forward(
         self,
@@ -898,30 +790,16 @@ class StaticShapeEngine(OneSequence):
         return mx.concatenate([mx.array(known, dtype=mx.int32), unread, padding])[None]
 
     def _read_rows(
-        self, tiles: list[_Tile], capture: Capture, drafted: mx.array | None = None
+        self, tiles: list[DecodeTile], capture: Capture, drafted: mx.array | None = None
     ) -> VerifyRows:
         """Evaluate the tiles, read back what the host needs, and remember non-finite slots."""
         self._evaluate([*[tile.outputs for tile in tiles], [] if drafted is None else [drafted]])
         drafts = [] if drafted is None else token_ids(drafted, self._vocab_size, "verify")
-        argmax: list[int] = []
-        nan_count: list[int] = []
         for tile in tiles:
-            head: Any = tile.outputs[0].tolist()
-            tile_argmax, tile_nan_count = head
-            if any(tile_nan_count):
+            if tile.is_non_finite:
                 self._state.non_finite_until = max(self._state.non_finite_until, tile.end)
-            argmax += tile_argmax[tile.rows]
-            nan_count += tile_nan_count[tile.rows]
-        captured = [
-            mx.concatenate(list(parts)) if len(parts) > 1 else parts[0]
-            for parts in zip(*([o[t.rows] for o in t.outputs[1:]] for t in tiles), strict=True)
-        ]
-        logits = captured.pop(0) if capture.logits else None
-        top_values, top_indices = captured if capture.top_k else (None, None)
         cap = self._tiles[self._state.tile_layout].final_cap if capture.raw else None
-        return VerifyRows(
-            argmax, nan_count, len(tiles), logits, top_values, top_indices, cap, drafts
-        )
+        return rows_of(tiles, capture, cap, drafts)
 
     def _evaluate(self, outputs: list[list[mx.array]]) -> None:
         """Compute outputs and state."""
@@ -961,115 +839,28 @@ class StaticShapeEngine(OneSequence):
         return min(slots, largest) + self.verify_tile_width
 
     @property
-    def _context_bound(self) -> tuple[int, str]:
-        """How many more tokens the context takes, and a sentence about it."""
-        return max(0, self._context_length - 1 - self._cursor), (
-            f"the context holds {self._context_length} tokens, the last of which is only emitted, "
-            f"and {self._cursor} are processed. Shorten the input or raise max_context_length"
+    def _reach(self) -> Reach:
+        """What may be done from where the engine stands now."""
+        return Reach(
+            self._cursor,
+            self._context_length,
+            self._state,
+            self._place,
+            self._widths,
+            self._widest,
+            self._limits,
+            self._regimes if self._compares and len(self._widths) > 1 else None,
+            moves_by_tiles=self._recurrent or self._aligned,
+            aligned=self._aligned,
         )
 
-    @property
-    def _verify_bound(self) -> tuple[int, str]:
-        """How long a block may be, and a sentence about what bounds it."""
-        length, reason = self._context_bound
-        quantized_from = self._limits.quantized_from
-        if quantized_from is not None and 0 < quantized_from - self._cursor < length:
-            length = quantized_from - self._cursor
-            reason = (
-                f"keys become quantised at position {quantized_from}, and a block across it "
-                "could not be taken back. Verify a shorter block"
-            )
-        end = self._cursor + length
-        if self._has_to_compare:
-            end = self._regimes.compared_until(self._cursor + 1, end)
-        if end - self._cursor < length:
-            length = end - self._cursor
-            reason = (
-                f"from position {end} on tiles run on other kernels, for which "
-                "widths are compared when the text has come there. Verify a shorter block"
-            )
-        if (reach := self._ring_reach(self._cursor + length)) < length:
-            return reach, (
-                "were more rejected at once, the sliding windows could not go back: their rings "
-                "are as deep as three of the widest tiles need. Verify a shorter block"
-            )
-        return length, reason
 
-    def _ring_reach(self, end: int) -> int:
-        """How long a block up to `end` may be so that all of it can be rejected.
-
-        And then a tile's length more of what came before it: see `longest_rewind`.
-        """
-        position, start = self._cursor, self._tile_start(self._cursor)
-        last_write = self._state.last_write(max(0, start - self._widest))
-        if last_write is None:
-            return end - position
-        while position < end:
-            widths = [width for width in self._widths if start + width <= last_write]
-            tile_end = min(end, self._place.end(start))
-            reached = min(tile_end, start + max(widths, default=0))
-            position = max(position, reached)
-            if reached < tile_end:
-                break
-            start = position
-        return position - self._cursor
-
-
-def _require_length(what: str, count: int, bound: tuple[int, str]) -> None:
+def _require_length(what: str, count: int, bound: Bound) -> None:
     length, reason = bound
     if count > length:
         raise ValueError(f"{what}: expected at most {length} tokens, got {count}: {reason}")
 
 
-def _prefill_widths(step_size: int) -> tuple[int, ...]:
-    """Widths of prefill tiles, descending: `step_size` and the powers of two below it."""
-    step_size = whole_number("prefill_step_size", step_size, 1)
-    powers = [1 << bit for bit in reversed(range((step_size - 1).bit_length()))]
-    return (step_size, *powers)
-
-
-def _checked_context_length(asked: int | None, model: nn.Module, widest_tile: int) -> int:
-    if asked is None:
-        return default_context_length(model, widest_tile)
-    asked = whole_number("max_context_length", asked, 2)
-    limit = context_limit(model, widest_tile)
-    if limit is not None and asked > limit:
-        raise ValueError(
-            f"max_context_length: this model has a table of positions with room for {limit} "
-            f"tokens beside a tile of {widest_tile} rows, got {asked}"
-        )
-    return asked
-
-
-def _weights(model: nn.Module) -> dict[str, mx.array]:
-    flat: Any = tree_flatten(model.parameters())
-    return dict(flat)
-
-
 def _check_quantized_start(start: int) -> None:
     if isinstance(start, bool) or not isinstance(start, int) or start < 0:
         raise ValueError(f"quantized_kv_start: expected a position, 0 or more, got {start!r}")
-
-
-def _warm_up(
-    model: nn.Module, widest_tile: int, quantization: KVQuantization | None
-) -> tuple[StateLayout, int]:
-    """Run one token eagerly, which evaluates what the tiles hold as constants.
-
-    An array that is not evaluated when a tile is traced, such as a lazily built table of rope
-    frequencies that is no parameter, would be computed again in every call.
-
-    Returns:
-        The model's state, and the width of a row of logits.
-
-    Raises:
-        UnsupportedModel: The model cannot run with quantised keys and values.
-    """
-    caches = make_prompt_cache(model)
-    token = mx.array([[0]])
-    logits = model(token, cache=caches)
-    mx.eval(logits, model.parameters())
-    layout = StateLayout.of(caches, widest_tile)
-    if quantization is not None and (reason := why_not_quantized(model, caches, quantization)):
-        raise UnsupportedModel(f"kv_bits cannot be honoured for this model: {reason}")
-    return layout, logits.shape[-1]

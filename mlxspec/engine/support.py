@@ -14,6 +14,7 @@ from mlx_lm.utils import _get_classes
 from mlxspec.engine.placement import Placement
 from mlxspec.engine.state import KVQuantization, foreign_kinds, layer_kind
 from mlxspec.errors import UnsupportedModel
+from mlxspec.numbers import whole_number
 
 # Modules of mlx_lm.models that the test suite builds from a tiny config and compares, token for
 # token and row for row, with mlx-lm's own decoding. A family that is not here is refused, not
@@ -219,6 +220,24 @@ def default_context_length(model: nn.Module, widest_tile: int) -> int:
     """
     limit = context_limit(model, widest_tile)
     return limit if limit is not None else _declared_context(model) or _FALLBACK_CONTEXT_LENGTH
+
+
+def checked_context_length(asked: int | None, model: nn.Module, widest_tile: int) -> int:
+    """The context length that was asked for, or the default.
+
+    Raises:
+        ValueError: No whole number, below 2, or more than the model has positions for.
+    """
+    if asked is None:
+        return default_context_length(model, widest_tile)
+    asked = whole_number("max_context_length", asked, 2)
+    limit = context_limit(model, widest_tile)
+    if limit is not None and asked > limit:
+        raise ValueError(
+            f"max_context_length: this model has a table of positions with room for {limit} "
+            f"tokens beside a tile of {widest_tile} rows, got {asked}"
+        )
+    return asked
 
 
 def context_limit(model: nn.Module, widest_tile: int) -> int | None:

@@ -450,7 +450,14 @@ def test_an_engine_that_reads_drafts_on_the_host_takes_a_draft_models_too():
 class _InterruptedAt:
     """Raises KeyboardInterrupt at the nth line that Python runs in drafter, engine or decoder."""
 
-    FILES = ("drafting/model.py", "engine/static.py", "engine/rollout.py", "decoding/decoder.py")
+    FILES = (
+        "drafting/model.py",
+        "engine/static.py",
+        "engine/reach.py",
+        "engine/rollout.py",
+        "engine/rows.py",
+        "decoding/decoder.py",
+    )
 
     def __init__(self, line):
         self.line = line

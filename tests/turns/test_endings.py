@@ -39,6 +39,8 @@ INTERRUPTED = tuple(
         "decoding/decoder.py",
         "drafting/model.py",
         "engine/static.py",
+        "engine/reach.py",
+        "engine/rows.py",
         "engine/state/model_state.py",
     )
 )

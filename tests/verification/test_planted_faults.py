@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from mlxspec import RewindRefused, StaticShapeEngine
 from mlxspec.cli.verify import table
+from mlxspec.engine.reach import Reach
 from mlxspec.engine.state import RingRule, TileFrame
 from mlxspec.verification import verify_model
 from tests.cases import varied_model
@@ -231,9 +232,7 @@ def test_a_check_that_raises_is_a_fault_with_its_place_and_no_crash(monkeypatch)
 
 def test_an_engine_that_cannot_rewind_is_a_fault_and_no_crash(monkeypatch):
     reason = "planted"
-    monkeypatch.setattr(
-        StaticShapeEngine, "_why_no_rewind", lambda self, to: reason if to > LATE else None
-    )
+    monkeypatch.setattr(Reach, "why_no_rewind", lambda self, to: reason if to > LATE else None)
     verdict = verified(MODEL, up_to=1)
     assert not verdict.passed
     assert "drafted by a drafter always wrong" in {name for _, name in faults(verdict)}

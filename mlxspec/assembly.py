@@ -195,9 +195,16 @@ def make_decoder(
         warnings.warn(f"without effect: {', '.join(idle)}", UserWarning, stacklevel=4)
     own = not isinstance(engine, str)
     if isinstance(engine, str):
-        engine = engine_for(model, engine, **engine_options)
-        if drafter is not None and decoding_options.adapts:
-            engine = _widened(engine)
+        kept = engine_for(model, engine, **engine_options)
+        engine = widened_for_drafts(
+            kept,
+            drafter=drafter,
+            num_draft_tokens=num_draft_tokens,
+            adaptive_draft_count=adaptive_draft_count,
+        )
+        if engine is not kept:
+            # It is kept so for plain decoding too.
+            keep_instead(kept, engine)
     _refuse_counts(sampling, engine.vocab_size)
     if isinstance(drafter, TargetedDrafter):
         known = tokenizer if tokenizer is not None else tokenizer_of(model)
@@ -249,12 +256,26 @@ def _drafter(
     return made[0] if len(made) == 1 else Chain(*made)
 
 
-def _widened(engine: Engine) -> Engine:
-    """The kept engine, with wider tiles if they pay; it is kept so for plain decoding too."""
-    wider = engine.widened() if isinstance(engine, StaticShapeEngine) else engine
-    if wider is not engine:
-        keep_instead(engine, wider)
-    return wider
+def widened_for_drafts(
+    engine: Engine,
+    *,
+    drafter: Drafter | None = None,
+    prompt_lookup: bool = False,
+    draft_model: nn.Module | None = None,
+    num_draft_tokens: int | None = None,
+    adaptive_draft_count: bool | None = None,
+    **_: Any,
+) -> Engine:
+    """An engine that nobody uses yet, or an empty one in its place with wider tiles if they pay.
+
+    They can only where drafts are as long as pays. The arguments are those of `make_decoder`,
+    which does so with the engines it keeps.
+    """
+    drafts = drafter is not None or prompt_lookup or draft_model is not None
+    options = SpeculativeDecodingOptions(num_draft_tokens, adaptive=adaptive_draft_count)
+    if drafts and options.adapts and isinstance(engine, StaticShapeEngine):
+        return engine.widened()
+    return engine
 
 
 def _sampling(options: Mapping[str, Any]) -> tuple[Sampling, list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from mlxspec.cli.loading import Loaded
 from mlxspec.cli.options import Parser
 
 if TYPE_CHECKING:
-    from mlxspec.engine import StaticShapeEngine
+    from mlxspec.engine.pool import Engine
     from mlxspec.prompt_cache import PromptCacheHeader
 
 _QUANTIZATION = ("kv_bits", "kv_group_size", "quantized_kv_start")
@@ -89,17 +90,23 @@ class CachedPrompt:
                 f"it was made with ({self.header.metadata.get('model', 'which it does not name')})"
             )
 
-    def engine(self, args: Namespace, loaded: Loaded) -> StaticShapeEngine:
+    def engine(self, args: Namespace, loaded: Loaded, decoding: Mapping[str, Any]) -> Engine:
         """An engine that holds what the file holds.
+
+        Args:
+            args: The options.
+            loaded: The model.
+            decoding: How it drafts, see `decoding_arguments`: wider tiles may pay for that.
 
         Raises:
             PromptCacheError: The file is damaged, or belongs to other weights.
             ValueError: What only the engine can know of the options.
         """
-        from mlxspec.engine import StaticShapeEngine
+        from mlxspec.assembly import widened_for_drafts
+        from mlxspec.engine.pool import new_engine
         from mlxspec.prompt_cache import load_prompt_cache
 
         options = {k: v for k, v in engine_arguments(args, loaded).items() if v is not None}
-        engine = StaticShapeEngine(loaded.model, **options)
+        engine = widened_for_drafts(new_engine(loaded.model, **options), **decoding)
         load_prompt_cache(self.path, engine)
         return engine

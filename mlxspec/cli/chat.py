@@ -128,6 +128,7 @@ def _conversation(
     """
     import mlx.core as mx
 
+    from mlxspec.assembly import widened_for_drafts
     from mlxspec.conversation import Conversation
     from mlxspec.conversation.files import resume_conversation
     from mlxspec.engine.pool import new_engine
@@ -137,16 +138,18 @@ def _conversation(
     constraint = constraint_arguments(grammar, loaded)
     mx.eval(loaded.model.parameters())
     try:
+        engine = new_engine(loaded.model, args.engine, **options)
+        decoding = decoding_arguments(args, loaded)
         conversation = Conversation(
             loaded.model,
             loaded.tokenizer,
-            engine=new_engine(loaded.model, args.engine, **options),
+            engine=widened_for_drafts(engine, **decoding),
             system_prompt=args.system_prompt if templated else None,
             max_tokens=args.max_tokens,
             context_policy=args.context_policy,
             chat_template_config=args.chat_template_config,
             use_chat_template=templated,
-            **decoding_arguments(args, loaded),
+            **decoding,
             **constraint,
         )
         if cached is not None:

@@ -109,8 +109,9 @@ def _generate(
     mx.eval(loaded.model.parameters())
     try:
         running: dict[str, Any] = {"engine": args.engine, **engine_arguments(args, loaded)}
+        decoding = decoding_arguments(args, loaded)
         if cached is not None:
-            running = {"engine": cached.engine(args, loaded)}
+            running = {"engine": cached.engine(args, loaded, decoding)}
             ids = [*running["engine"].tokens, *ids]
         responses = stream_generate(
             loaded.model,
@@ -119,7 +120,7 @@ def _generate(
             max_tokens=args.max_tokens,
             prompt_progress_callback=prefill_progress(sys.stderr),
             **running,
-            **decoding_arguments(args, loaded),
+            **decoding,
             **constraint,
         )
     except ValueError as problem:

@@ -13,7 +13,7 @@ import mlx.nn as nn
 from jinja2 import TemplateError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlxspec.assembly import make_decoder
+from mlxspec.assembly import make_decoder, widened_for_drafts
 from mlxspec.callers import require_text
 from mlxspec.conversation.fed_text import FedText
 from mlxspec.decoding import SpeculationStats
@@ -126,9 +126,12 @@ class Conversation:
         StopStrings(stop_strings)
         token_set(stop_tokens)
         if engine is None or isinstance(engine, str):
-            engine = new_engine(model, engine or "static")
+            own = new_engine(model, engine or "static")
+            make_decoder(model, engine=own, **options)
+            engine = widened_for_drafts(own, **options)
+        else:
+            make_decoder(model, engine=engine, **options)
         self.engine: SpeculativeEngine = engine
-        make_decoder(model, engine=self.engine, **options)
         self._options = {"stop_tokens": stop_tokens, "stop_strings": stop_strings, **options}
         self.turns: list[Turn] = []
         self._first = 0

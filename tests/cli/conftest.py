@@ -10,6 +10,7 @@ import pytest
 
 import mlxspec.generation
 from mlxspec.cli.main import main
+from mlxspec.engine.costs import CANDIDATE_WIDTHS, TileCosts
 from tests.cli.story_model import make_story_model
 
 
@@ -50,6 +51,13 @@ def bare_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NO_COLOR", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def wide_tiles_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row of a tile after the first costs a hundredth of it."""
+    cheap = TileCosts(tuple((width, 1.0 + 0.01 * width) for width in CANDIDATE_WIDTHS))
+    monkeypatch.setattr("mlxspec.engine.survey.remembered_costs", lambda circumstances: cheap)
 
 
 @pytest.fixture

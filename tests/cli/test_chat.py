@@ -378,3 +378,28 @@ def test_ctrl_c_stops_the_answer_and_the_chat_goes_on(story_model: Path, tmp_pat
         assert answer == told("\n", 1_000_000)[: len(answer)]
         assert answer.count("at allé!😀\n") >= 2
         assert f"{answer}\n[stopped]\n" in screen
+
+
+def test_a_chat_drafts_in_wider_tiles_where_they_pay(
+    chat: Chat, monkeypatch: pytest.MonkeyPatch, wide_tiles_are_cheap: None
+) -> None:
+    engines = []
+    stream_generate = mlxspec.conversation.conversation.stream_generate
+
+    def record(*prompt: Any, engine: Any, **options: Any) -> Any:
+        engines.append(engine)
+        return stream_generate(*prompt, engine=engine, **options)
+
+    monkeypatch.setattr("mlxspec.conversation.conversation.stream_generate", record)
+    said = set()
+    for options, wide in (
+        ((), False),
+        (("--prompt-lookup", "--adaptive-draft-count"), True),
+        (("--prompt-lookup", "--no-adaptive-draft-count"), False),
+    ):
+        outcome = chat("Once upon a\n", "-m", 40, *options)
+        assert outcome.code == 0
+        said.add(outcome.out)
+        assert (engines[-1].tile_widths[-1] > 16) == wide
+    assert len(said) == 1
+    assert len(engines) == 3

@@ -64,6 +64,21 @@ def test_model_and_quantisation_are_the_files(cache_prompt, generate, capsys, pa
     assert engine.quantized_from == 2
 
 
+def test_an_engine_from_a_file_is_widened_where_drafts_pay_in_wider_tiles(
+    cache_prompt, generate, passed_on, wide_tiles_are_cheap
+):
+    _, file = cache_prompt()
+    texts = []
+    for options, wide in (
+        ((), False),
+        (("--prompt-lookup", "--adaptive-draft-count"), True),
+        (("--prompt-lookup", "--no-adaptive-draft-count"), False),
+    ):
+        texts.append(generate("--prompt-cache-file", file, "-p", REST, "-m", 60, *options).text)
+        assert (passed_on[-1][1]["engine"].tile_widths[-1] > 16) == wide
+    assert len(set(texts)) == 1
+
+
 def refusal(outcome):
     assert outcome.code == 2
     assert outcome.out == ""

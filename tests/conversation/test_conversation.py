@@ -19,6 +19,7 @@ from mlxspec import (
     StaticShapeEngine,
 )
 from mlxspec.conversation import resume_conversation, save_conversation
+from mlxspec.engine.costs import CANDIDATE_WIDTHS, TileCosts
 from mlxspec.errors import PromptCacheError
 from mlxspec.generation import stream_generate
 from mlxspec.prompt_cache import save_prompt_cache
@@ -72,6 +73,32 @@ def test_turns_are_those_of_a_fresh_run_with_and_without_drafts(
         runs[bool(drafting)] = list(fed), answers
     assert runs[True] == runs[False]
     assert conversation.stats.accepted > 0
+
+
+@pytest.mark.usefixtures("adaptive_by_default")
+def test_an_engine_of_its_own_is_widened_where_drafts_pay_in_wider_tiles(
+    monkeypatch: pytest.MonkeyPatch, teller: Any, engine: Any, tokenizer: Any
+) -> None:
+    cheap = TileCosts(tuple((width, 1.0 + 0.01 * width) for width in CANDIDATE_WIDTHS))
+    monkeypatch.setattr("mlxspec.engine.survey.remembered_costs", lambda circumstances: cheap)
+    narrow = StaticShapeEngine(teller).tile_widths
+    wide = StaticShapeEngine(teller).widened().tile_widths
+    assert wide[-1] > narrow[-1]
+    runs = []
+    for options, widths in (
+        ({}, narrow),
+        ({"prompt_lookup": True}, wide),
+        ({"prompt_lookup": True, "num_draft_tokens": 3}, narrow),
+        ({"prompt_lookup": True, "num_draft_tokens": 0}, narrow),
+        ({"prompt_lookup": True, "adaptive_draft_count": False}, narrow),
+    ):
+        conversation = Conversation(teller, tokenizer, max_tokens=40, **options)
+        assert conversation.engine.tile_widths == widths
+        runs.append([say(conversation, message) for message in MESSAGES[:2]])
+    assert all(run == runs[0] for run in runs)
+    # Whoever brings an engine has chosen it.
+    given = Conversation(teller, tokenizer, engine=engine, prompt_lookup=True)
+    assert given.engine is engine
 
 
 @pytest.mark.parametrize("policy", ["stop", "trim"])

@@ -213,8 +213,8 @@ def add_constraint_options(parser: ArgumentParser) -> None:
     group = parser.add_argument_group(
         "constraint",
         "Forbidden tokens are never chosen, and forced ones are drafted, also without a drafter. "
-        "Prompt and --prefill-response are no part of the output; --max-tokens and --stop end it "
-        "wherever it stands.",
+        "The prompt is no part of the output, nor is a given beginning of the answer; --max-tokens "
+        "and --stop end it wherever it stands.",
     )
     group.add_argument(
         "--json-schema",

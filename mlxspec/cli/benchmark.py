@@ -318,5 +318,5 @@ def _title(report: dict[str, Any]) -> str:
     return (
         f"{report['model']} on {machine['processor']}, {machine['device']}; mlxspec "
         f"{versions['mlxspec']}, mlx {versions['mlx']}, mlx-lm {versions['mlx-lm']}; "
-        f"{report['repeats']} runs each, {report['seconds']:.0f} seconds in all\n"
+        f"{report['repeats']} {'run' if report['repeats'] == 1 else 'runs'} each, {report['seconds']:.0f} seconds in all\n"
     )

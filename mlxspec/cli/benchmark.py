@@ -315,8 +315,9 @@ def _shown(model: str) -> str:
 
 def _title(report: dict[str, Any]) -> str:
     machine, versions = report["machine"], report["versions"]
+    runs = "1 run" if report["repeats"] == 1 else f"{report['repeats']} runs"
     return (
         f"{report['model']} on {machine['processor']}, {machine['device']}; mlxspec "
         f"{versions['mlxspec']}, mlx {versions['mlx']}, mlx-lm {versions['mlx-lm']}; "
-        f"{report['repeats']} {'run' if report['repeats'] == 1 else 'runs'} each, {report['seconds']:.0f} seconds in all\n"
+        f"{runs} each, {report['seconds']:.0f} seconds in all\n"
     )

@@ -154,10 +154,16 @@ def mlx_lm_tokens(model: nn.Module, prompt: Sequence[int], count: int) -> list[i
 class RawRows(ModelsChoice):
     """The model's own choice; in place of log-probabilities, the row of logits itself."""
 
-    def choices(self, rows: VerifyRows, draft: Sequence[int], position: int) -> Iterator[Choice]:
+    def choices(
+        self,
+        rows: VerifyRows,
+        draft: Sequence[int],
+        position: int,
+        draft_scores: mx.array | None = None,
+    ) -> Iterator[Choice]:
         """See `Acceptance.choices`."""
         assert rows.logits is not None
-        for row, choice in enumerate(super().choices(rows, draft, position)):
+        for row, choice in enumerate(super().choices(rows, draft, position, draft_scores)):
             logits = rows.logits[row]
             yield Choice(choice.token, logits if rows.cap is None else soft_cap(logits, rows.cap))
 

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import termios
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -264,11 +265,19 @@ def _terminal(model: Path, *options: str) -> Iterator[pexpect.spawn]:
         # The terminal would write ^C into the midst of a character.
         echo=False,
     )
+    _keep_output_on_ctrl_c(child.child_fd)
     try:
         child.expect_exact(READY)
         yield child
     finally:
         child.close(force=True)
+
+
+def _keep_output_on_ctrl_c(terminal: int) -> None:
+    """A terminal drops what it has not passed on yet when Ctrl-C is pressed, unless told not to."""
+    attributes = termios.tcgetattr(terminal)
+    attributes[3] |= termios.NOFLSH
+    termios.tcsetattr(terminal, termios.TCSANOW, attributes)
 
 
 def _enter(child: pexpect.spawn, text: str) -> str:

@@ -13,27 +13,12 @@ import mlxspec
 from mlxspec import PromptLookup, SpeculationStats, StaticShapeEngine
 from tests.hostile import PlannedDrafter
 
-TEXT = Path(__file__).parents[2] / "bench" / "workloads" / "gemma_window.txt"
+TEXT = Path(__file__).parents[2] / "bench" / "texts" / "gemma_window.txt"
 WIDTHS = (1, 2, 4, 8)
 # Wrong at the first row of a block, in its middle, and at its end.
 IMPERFECT = [("wrong", 7), ("right then wrong", 6), ("wrong then right", 3), ("right", 5)] + [
     ("right then wrong", 1 + 2 * k) for k in range(4)
 ]
-
-
-class PrefilledOnce(StaticShapeEngine):
-    """Goes back to the end of its first prompt, whose prefill takes longer than all the rest."""
-
-    first_prompt = 0
-
-    def reset(self, to: int) -> None:
-        super().reset(max(to, self.first_prompt))
-
-    def prefill(self, tokens, progress=None) -> None:
-        if not self.first_prompt:
-            super().prefill(tokens, progress)
-            self.first_prompt = len(tokens)
-        assert list(self.tokens) == list(tokens)
 
 
 def prompt_past_the_window(model, tokenizer, length):
@@ -55,12 +40,13 @@ def test_drafts_past_the_window_do_not_change_a_short_text(demo):
     """Nearly all of its half a minute is one prefill, the shortest that fills the window."""
     model, tokenizer = demo("gemma3:bf16")
     prompt = prompt_past_the_window(model, tokenizer, 513)
-    engine = PrefilledOnce(model, max_context_length=768, tile_widths=WIDTHS)
+    engine = StaticShapeEngine(model, max_context_length=768, tile_widths=WIDTHS)
     plain, _ = said(model, engine, prompt, 8)
     plan = [("wrong", 3), ("right", 1), ("right then wrong", 3), ("right", 3)]
     drafter = PlannedDrafter(prompt + plain, plan, engine.vocab_size)
     drafted, stats = said(model, engine, prompt, 8, drafter)
     assert drafted == plain
+    assert stats.reused_tokens == len(prompt) - 1
     assert (stats.drafted, stats.accepted) == (3 + 1 + 3 + 2, 0 + 1 + 1 + 2)
     assert stats.forwards == stats.rounds == 4
 

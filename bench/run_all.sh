@@ -11,7 +11,7 @@ python=${PYTHON:-python3}
 case ${1:-} in
 openblas)
     "$python" -m bench.trace_cost --openblas
-    "$python" -m bench.compare_mlx_lm --setting f32-openblas --repeats 3 --plot
+    "$python" -m bench.compare_mlx_lm --setting f32-openblas --repeats 2 --plot
     ;;
 stock)
     "$python" -m bench.cache_cost

@@ -66,10 +66,7 @@ def setup_arg_parser() -> options.Parser:
     options.add_engine_options(parser)
     options.add_sampling_options(parser, seed=0)
     options.add_penalty_options(parser)
-    # What a chat does not ask is as `mlxspec generate` has it.
-    asked = {action.dest for action in parser._actions}
-    others = vars(generate.setup_arg_parser().parse([]))
-    parser.set_defaults(**{name: value for name, value in others.items() if name not in asked})
+    generate.default_what_is_not_asked(parser)
     return parser
 
 

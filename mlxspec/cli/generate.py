@@ -68,6 +68,13 @@ def setup_arg_parser() -> options.Parser:
     return parser
 
 
+def default_what_is_not_asked(parser: options.Parser) -> None:
+    """Give a command the defaults of `generate` for every option that it does not have."""
+    asked = {action.dest for action in parser._actions}
+    others = vars(setup_arg_parser().parse([]))
+    parser.set_defaults(**{name: value for name, value in others.items() if name not in asked})
+
+
 def _run(argv: Sequence[str] | None) -> int:
     parser = setup_arg_parser()
     args = parser.parse(argv)

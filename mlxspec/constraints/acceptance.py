@@ -41,6 +41,7 @@ class ConstrainedChoice:
 
     capture = Capture(logits=True)
     compares_distributions = False
+    takes_tiles_choice = False
 
     def __init__(
         self,

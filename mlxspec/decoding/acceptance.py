@@ -46,6 +46,10 @@ class Acceptance(Protocol):
     def compares_distributions(self) -> bool:
         """Whether `choices` wants the scores that a draft was drawn by."""
 
+    @property
+    def takes_tiles_choice(self) -> bool:
+        """Whether a row's choice is what its tile chose, so that it is known on the device."""
+
     def choices(
         self,
         rows: VerifyRows,
@@ -79,6 +83,7 @@ class ModelsChoice:
     sampling: Sampling = field(default_factory=Sampling)
     with_logprobs: bool = False
     compares_distributions = False
+    takes_tiles_choice = True
 
     @property
     def capture(self) -> Capture:
@@ -122,6 +127,7 @@ class CallersChoice:
 
     capture = Capture(logits=True)
     compares_distributions = False
+    takes_tiles_choice = False
 
     def __init__(
         self,
@@ -203,6 +209,7 @@ class RejectionSampling:
 
     capture = Capture(logits=True)
     compares_distributions = True
+    takes_tiles_choice = False
 
     def __init__(self, sampling: Sampling, noise_key: mx.array, with_logprobs: bool = False):
         self.sampling = sampling

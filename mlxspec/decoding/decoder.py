@@ -83,6 +83,11 @@ class SpeculativeDecoder:
         self._caller = SoleCaller(engine)
         on = self.stats.why_off is None
         self._drafts = Drafts(engine, drafter, options, self.stats, clock, on=on)
+        self._steps_ahead = self.acceptance.takes_tiles_choice and getattr(
+            engine, "steps_ahead", False
+        )
+        # Whether the anchor's plain step is under way.
+        self._begun = False
 
     def generate(
         self,
@@ -141,39 +146,50 @@ class SpeculativeDecoder:
             self._prefill(prompt, progress)
             anchor = prompt[-1]
             room = self.engine.max_context_length - len(prompt)
-            wanted = room if max_tokens < 0 else min(max_tokens, room)
+            wanted = most = room if max_tokens < 0 else min(max_tokens, room)
             try:
                 while True:
-                    emitted, newest = yield from self._round(anchor, stop_tokens, wanted)
+                    emitted, newest = yield from self._round(
+                        anchor, stop_tokens, wanted, first=wanted == most
+                    )
                     if newest.finish_reason is not None:
                         return
                     anchor = newest.token
                     wanted -= emitted
             finally:
-                self._drafts.end()
+                try:
+                    self._abandon_step()
+                finally:
+                    self._drafts.end()
 
     def _round(
-        self, anchor: int, stop_tokens: frozenset[int], wanted: int
+        self, anchor: int, stop_tokens: frozenset[int], wanted: int, *, first: bool
     ) -> Generator[Emission, None, tuple[int, Emission]]:
         """Draft, verify, emit what is accepted; then rewind to what was emitted.
 
         Returns:
             How many tokens were emitted, and the newest.
         """
-        cursor = self.engine.processed_token_count
-        proposal = self._drafts.propose(anchor, wanted)
+        cursor, begun = self.engine.processed_token_count, self._begun
+        proposal = self._drafts.propose(anchor, wanted, begun=begun)
+        # Where the model's choice is sure to be the next block, the device need not wait for us;
+        # but nobody is to wait for the first token until the second is under way.
+        ahead = self._steps_ahead and not first and wanted > 1 and not len(proposal)
+        ahead = ahead and self._drafts.nothing_follows
         draft: list[int] = []
         emitted = accepted = 0
         failed = True
         try:
-            rows, draft, scores = self._verify(anchor, proposal)
+            rows, draft, scores = self._verify(anchor, proposal, ahead)
             if draft and self.engine.vocab_size in rows.nan_count:
                 # 0 * NaN is NaN: on CPU a draft that is no number reaches the rows that do not
                 # even see it. Without it the model says what it says by itself.
                 with self._caller.calls():
                     self.engine.reset(cursor)
                 rows, draft, scores = self._verify(anchor, [])
-            self.stats.count_round(self._drafts.tile_width, len(draft))
+            self._begun = rows.ahead
+            self._drafts.rows_read(begun=begun)
+            self.stats.count_round(self._drafts.tile_width, len(draft), pipelined=begun)
             self._require_number(rows, 0, cursor)
             for token, logprobs in self.acceptance.choices(rows, draft, cursor + 1, scores):
                 from_draft = emitted < len(draft) and draft[emitted] == token
@@ -244,7 +260,7 @@ class SpeculativeDecoder:
         stats.seconds["prefill"] += self._clock() - begin
 
     def _verify(
-        self, anchor: int, draft: list[int] | DeviceDraft
+        self, anchor: int, draft: list[int] | DeviceDraft, ahead: bool = False
     ) -> tuple[VerifyRows, list[int], mx.array | None]:
         """Score anchor and draft.
 
@@ -258,7 +274,7 @@ class SpeculativeDecoder:
         if isinstance(draft, DeviceDraft):
             scores, waited = draft.scores, draft.seconds
         with self._caller.calls():
-            rows, ids = self._scored(anchor, draft)
+            rows, ids = self._scored(anchor, draft, ahead)
         self.stats.forwards += rows.forwards
         self.stats.traces += self.engine.trace_count - traces
         self.stats.compiled = self.engine.compiled
@@ -269,10 +285,14 @@ class SpeculativeDecoder:
         self.stats.seconds["verify"] += seconds - waited
         return rows, ids, scores
 
-    def _scored(self, anchor: int, draft: list[int] | DeviceDraft) -> tuple[VerifyRows, list[int]]:
+    def _scored(
+        self, anchor: int, draft: list[int] | DeviceDraft, ahead: bool
+    ) -> tuple[VerifyRows, list[int]]:
         """The rows of anchor and draft, and the draft's ids, read in one go where they can be."""
         engine: Any = self.engine
         capture, key = self.acceptance.capture, self._noise_key
+        if ahead:
+            return engine.verify([anchor], capture, key, ahead=True), []
         if not isinstance(draft, DeviceDraft):
             return engine.verify([anchor, *draft], capture, key), draft
         try:
@@ -310,6 +330,13 @@ class SpeculativeDecoder:
                         "promised; what was emitted is right, and the engine was emptied: begin "
                         f"again with prompt and output ({refusal})"
                     ) from refusal
+
+    def _abandon_step(self) -> None:
+        """Nobody wants the step under way: the text has ended before it."""
+        if self._begun and self._caller.was_alone:
+            with self._caller.calls():
+                self.engine.reset(self.engine.processed_token_count)
+        self._begun = False
 
     def _require_number(self, rows: VerifyRows, row: int, cursor: int) -> None:
         """Refuse to choose from a row without a number; say once that a row had some NaNs."""

@@ -23,6 +23,12 @@ from mlxspec.engine.costs import ASSUMED_COSTS
 from mlxspec.engine.protocol import SpeculativeEngine
 from mlxspec.engine.tokens import TokenView
 
+# So many rounds in a row without a draft, and the next plain step is submitted unread. Each such
+# step saves a wait, some hundredths of it; a draft that begins meanwhile begins a step too late.
+_QUIET = 24
+# The time from one reading to the next is a step's, if the caller had at most so much of it.
+_CALLERS_SHARE = 0.05
+
 
 class Drafts:
     """Asks a drafter for what fits and pays, round by round, and tells it what is final.
@@ -64,7 +70,14 @@ class Drafts:
         self._shown = 0
         # Of the last proposal, the first so many were certain.
         self._certain = 0
+        # Rounds in a row that had no draft to use.
+        self._quiet = 0
         self._before = _Spent.by(stats)
+        # When rows were read last, how long the caller then had the token, and what the forward
+        # took where that can be told.
+        self._read_at = 0.0
+        self._caller_took = 0.0
+        self._forward_took: float | None = None
         self.tile_width = 1
 
     def lease(self) -> AbstractContextManager[None]:
@@ -73,6 +86,7 @@ class Drafts:
 
     def begin(self) -> None:
         """A text begins, and nothing is known of what pays in it."""
+        self._quiet = 0
         self._adaptive = None
         if self._on and self._options.adapts:
             costs = getattr(self._engine, "tile_costs", ASSUMED_COSTS)
@@ -99,26 +113,56 @@ class Drafts:
             self._targeted.begin(prompt, target)
             self._stats.draft_forwards += self._forward_count - forwards
 
-    def propose(self, anchor: int, wanted: int) -> list[int] | DeviceDraft:
+    @property
+    def nothing_follows(self) -> bool:
+        """Whether the next round will have no draft, or hardly one: its step may begin unread."""
+        if not self._on or self._drafter is None:
+            return True
+        if self._adaptive is None:
+            # A model that drafts whether it pays or not is not to have drafted for nothing.
+            return self._quiet >= _QUIET and self._targeted is None
+        if self._adaptive.rests:
+            return self._quiet > 0
+        return self._quiet >= _QUIET and not self._adaptive.awaits
+
+    def propose(self, anchor: int, wanted: int, *, begun: bool) -> list[int] | DeviceDraft:
         """A draft that fits: into one forward, the context, and the tokens still wanted.
 
         Args:
             anchor: The newest token.
             wanted: Tokens that may still be emitted.
+            begun: Whether the anchor's plain step is under way. Then there is no draft; what
+                would have been one ends the quiet.
 
         Raises:
             DrafterError: The drafter proposed something that is no token of the target.
         """
         self._before = _Spent.by(self._stats)
+        self._caller_took = self._clock() - self._read_at
         self._certain = 0
         draft: list[int] | DeviceDraft = []
         if self._on and self._drafter is not None:
             begin, forwards = self._clock(), self._forward_count
-            draft = self._proposed(self._drafter, anchor, wanted)
+            draft = self._proposed(self._drafter, anchor, wanted, begun)
+            self._quiet = 0 if len(draft) else self._quiet + 1
+            if begun:
+                draft = []
             self._stats.draft_forwards += self._forward_count - forwards
             self._stats.seconds["draft"] += self._clock() - begin
         self.tile_width = self._tile_width_for(len(draft))
         return draft
+
+    def rows_read(self, *, begun: bool) -> None:
+        """A round's rows have been read; `begun` says whether they were under way before it."""
+        now = self._clock()
+        since, self._read_at = now - self._read_at, now
+        if not begun:
+            self._forward_took = self._stats.seconds["verify"] - self._before.seconds
+        elif self._caller_took <= _CALLERS_SHARE * since:
+            # The device had this one step to do since the rows before were read.
+            self._forward_took = since
+        else:
+            self._forward_took = None
 
     def settle(self, length: int, *, drafted: int, accepted: int, emitted: int) -> None:
         """A round has ended, however it did.
@@ -133,14 +177,17 @@ class Drafts:
             self._drafter.commit(length)
         if self._adaptive is not None and emitted:
             before, now = self._before, _Spent.by(self._stats)
+            took = self._forward_took
             self._adaptive.record(
                 # What was certain tells nothing of the guess after it.
                 drafted=max(0, drafted - self._certain),
                 accepted=max(0, accepted - self._certain),
                 emitted=emitted,
                 width=self.tile_width,
-                seconds=now.seconds - before.seconds,
-                usual=now.forwards - before.forwards == 1 and now.traces == before.traces,
+                seconds=took or 0.0,
+                usual=took is not None
+                and now.forwards - before.forwards == 1
+                and now.traces == before.traces,
             )
 
     def end(self) -> None:
@@ -149,7 +196,9 @@ class Drafts:
         if self._adaptive is not None and learn is not None:
             learn(self._adaptive.costs())
 
-    def _proposed(self, drafter: Drafter, anchor: int, wanted: int) -> list[int] | DeviceDraft:
+    def _proposed(
+        self, drafter: Drafter, anchor: int, wanted: int, begun: bool
+    ) -> list[int] | DeviceDraft:
         """What is certain to come, and a guess of what follows it."""
         limit = self._most(wanted)
         history = TokenView(self._engine.tokens, last=anchor)
@@ -157,7 +206,7 @@ class Drafts:
         for token in certain:
             history = TokenView(history, last=token)
         self._certain, self._shown = len(certain), len(history)
-        guess = self._guess(drafter, history, limit - len(certain))
+        guess = self._guess(drafter, history, limit - len(certain), begun)
         if not certain:
             return guess
         assert isinstance(guess, list), "who forces tokens knows what follows them"
@@ -172,13 +221,19 @@ class Drafts:
         most = self._options.most_draft_tokens
         return max(0, min(fits if most is None else most, fits, wanted - 1))
 
-    def _guess(self, drafter: Drafter, history: TokenView, limit: int) -> list[int] | DeviceDraft:
+    def _guess(
+        self, drafter: Drafter, history: TokenView, limit: int, begun: bool
+    ) -> list[int] | DeviceDraft:
         """At most so many tokens, and of them no more than pay."""
         vocab_size, count, certain = self._engine.vocab_size, self._adaptive, self._certain
         if count is None:
             budget = budget_for(drafter, limit, None)
             return checked_proposal(drafter, history, budget, vocab_size)
-        count.begin(history, limit, lambda k: self._tile_width_for(certain + k), certain)
+
+        def width_of(drafts: int) -> int:
+            return self._tile_width_for(certain + drafts)
+
+        count.begin(history, limit, width_of, certain, begun=begun)
         budget = budget_for(drafter, limit, count.budget)
         begin = self._clock()
         guess = checked_proposal(drafter, history, budget, vocab_size)

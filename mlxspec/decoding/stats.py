@@ -20,6 +20,8 @@ class SpeculationStats:
         rounds: Times the decoder drafted, verified and accepted.
         plain_rounds: Rounds whose draft was empty.
         parked_rounds: Those of them that could have drafted, had it paid.
+        pipelined_rounds: Rounds whose plain step was submitted before the token that it begins
+            with was read. A text that ends early leaves one more such step unused.
         draft_lengths: How long the drafts were over time: [tokens, rounds] for every run of
             rounds that drafted alike.
         tile_widths: Rounds by the rows of their tile.
@@ -48,6 +50,7 @@ class SpeculationStats:
     rounds: int = 0
     plain_rounds: int = 0
     parked_rounds: int = 0
+    pipelined_rounds: int = 0
     draft_lengths: list[list[int]] = field(default_factory=list)
     tile_widths: dict[int, int] = field(default_factory=dict)
     forwards: int = 0
@@ -99,9 +102,10 @@ class SpeculationStats:
                 value += getattr(self, name)
             setattr(self, name, value)
 
-    def count_round(self, width: int, drafts: int) -> None:
+    def count_round(self, width: int, drafts: int, *, pipelined: bool) -> None:
         """A round verified this many drafts in a tile of this many rows."""
         self.rounds += 1
+        self.pipelined_rounds += pipelined
         self.plain_rounds += not drafts
         self.drafted += drafts
         self.tile_widths[width] = self.tile_widths.get(width, 0) + 1

@@ -162,13 +162,21 @@ class AdaptiveDraftCount:
         self._limit = 0
         self._certain = 0
         self._width_of: WidthOf = lambda drafts: drafts + 1
+        self._begun = False
+        self._wanted = False
         self.parked = False
         self._draft_seconds = 0.0
         self._drafted: tuple[_Drafting, int, bool] | None = None
         self._on_trial: str | None = None
 
     def begin(
-        self, history: Sequence[int], limit: int, width_of: WidthOf, certain: int = 0
+        self,
+        history: Sequence[int],
+        limit: int,
+        width_of: WidthOf,
+        certain: int = 0,
+        *,
+        begun: bool = False,
     ) -> None:
         """A round begins.
 
@@ -177,12 +185,15 @@ class AdaptiveDraftCount:
             limit: Most drafts that can be used now, 0 or more.
             width_of: Rows of the tile that verifies so many drafts now.
             certain: Tokens at the history's end that the round verifies and emits anyhow.
+            begun: Whether its plain step is under way, so that no draft can be used and none
+                that costs time is asked for.
         """
         self._compare(history)
         # Where all that is known of plain decoding is old, a plain step says what it costs now.
         self._limit = 0 if self._costs.outdated(self._plain_width) else limit
         self._width_of = width_of
         self._certain = certain
+        self._begun, self._wanted = begun, False
         self.parked = False
         self._draft_seconds = 0.0
         self._drafted = None
@@ -202,10 +213,13 @@ class AdaptiveDraftCount:
             return self._limit
         # What evidence there will be is not known yet: as much as last time.
         count = self._best(drafting, drafting.choice[0], self._limit, cost)
+        if count and self._begun:
+            self._wanted = True
+            return 0
         if count == 0:
             self.parked = True
             drafting.parked_for += 1
-            if drafting.parked_for >= drafting.interval:
+            if drafting.parked_for >= drafting.interval and not self._begun:
                 count = self._trial(cost)
                 self._on_trial = name if count else None
         return count
@@ -276,6 +290,32 @@ class AdaptiveDraftCount:
         self._emitted += emitted
         income = _INCOME_PER_TOKEN * emitted if self._emitted > _CAPITAL_FOR else 0.0
         self._capital += emitted + income - spent / self._plain_cost
+
+    @property
+    def rests(self) -> bool:
+        """Whether the next round is sure to be plain: all drafts cost time, and are parked."""
+        return (
+            self.parked
+            and not self.awaits
+            and all(
+                drafting.parked_for > 0 and drafting.cost(self._plain_cost) > 0
+                for drafting in self._sources.values()
+            )
+        )
+
+    @property
+    def awaits(self) -> bool:
+        """Whether the next round may not have begun when it is asked for.
+
+        Because a draft that costs time is wanted, or a trial of one is due, or because only a
+        plain step from its beginning to its end tells what those cost now.
+        """
+        due = any(
+            drafting.parked_for + 1 >= drafting.interval
+            and self._trial(drafting.cost(self._plain_cost)) > 0
+            for drafting in self._sources.values()
+        )
+        return self._wanted or due or self._costs.outdated(self._plain_width)
 
     def costs(self) -> TileCosts:
         """Seconds of a tile by its width, by all that this text has shown."""

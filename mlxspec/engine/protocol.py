@@ -71,6 +71,7 @@ class VerifyRows:
         top_indices: [len(block), k] uint32, the ids of `top_values`, if captured.
         drafted: The ids of the drafts that came unread, in their order; they count as part of the
             block.
+        ahead: Whether the step after the block is under way: see `SpeculativeEngine.verify`.
     """
 
     argmax: list[int]
@@ -81,6 +82,7 @@ class VerifyRows:
     top_indices: mx.array | None = None
     cap: float | None = None
     drafted: Sequence[int] = ()
+    ahead: bool = False
 
 
 @runtime_checkable
@@ -161,6 +163,9 @@ class SpeculativeEngine(Protocol):
         `noise_key`, uint32 [2], is handed to `capture.scores`. An engine may take a fourth
         argument, `drafted`: drafts after the block as an array, int32 [k], that the host has not
         read; it then has a true `takes_device_drafts`, and `VerifyRows.drafted` tells the ids.
+        And a fifth, `ahead`: to submit the step after a block of one token before the token that
+        it chose has been read; it then has a true `steps_ahead`, and `VerifyRows.ahead` tells
+        whether it did.
         """
 
     def allows_rewind(self, to: int) -> bool:

@@ -10,24 +10,6 @@ import mlx.core as mx
 
 from mlxspec.engine.state.model_state import Checkpoint
 
-# Copying this many bytes costs about what a wait between two steps does.
-_CHEAP_TO_COPY = 16 << 20
-
-
-def must_wait(state_bytes: int) -> bool:
-    """Whether each step of a rollout has to be awaited so that slots are written in place.
-
-    MLX writes in place only where nothing else holds a buffer. On the CPU backend the readers of
-    one step are done before the next step's write is dispatched (measured down to models of one
-    layer). On a GPU, by MLX's source, a command buffer that has not completed holds all that it
-    reads: steps that are submitted ahead would each copy the whole state, and keep the copies.
-
-    Args:
-        state_bytes: Size of all slots.
-    """
-    on_gpu = mx.default_device().type == mx.gpu
-    return on_gpu and state_bytes > _CHEAP_TO_COPY
-
 
 @dataclass(frozen=True)
 class RolloutStep:

@@ -40,7 +40,12 @@ class DecodeTile:
 
 
 def rows_of(
-    tiles: Sequence[DecodeTile], capture: Capture, final_cap: float | None, drafted: list[int]
+    tiles: Sequence[DecodeTile],
+    capture: Capture,
+    final_cap: float | None,
+    drafted: list[int],
+    *,
+    ahead: bool,
 ) -> VerifyRows:
     """The block's rows of tiles that have been computed, in order.
 
@@ -49,6 +54,7 @@ def rows_of(
         capture: What they brought back.
         final_cap: Of raw logits, the soft cap that is left to be applied.
         drafted: Drafts that were read back with them.
+        ahead: Whether the step after the block is under way.
     """
     argmax: list[int] = []
     nan_count: list[int] = []
@@ -62,5 +68,5 @@ def rows_of(
     logits = captured.pop(0) if capture.logits else None
     top_values, top_indices = captured if capture.top_k else (None, None)
     return VerifyRows(
-        argmax, nan_count, len(tiles), logits, top_values, top_indices, final_cap, drafted
+        argmax, nan_count, len(tiles), logits, top_values, top_indices, final_cap, drafted, ahead
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -10,12 +10,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlxspec.engine.ahead import CopyWatch, StepAhead
 from mlxspec.engine.costs import TileCosts
 from mlxspec.engine.placement import Placement, checked_tile_widths, prefill_ladder, tile_placement
 from mlxspec.engine.protocol import Capture, ProgressCallback, VerifyRows
 from mlxspec.engine.reach import Bound, Reach
 from mlxspec.engine.regimes import ComparedRegimes, Measured, Regime
-from mlxspec.engine.rollout import GoOn, Rollout, RolloutStep, must_wait
+from mlxspec.engine.rollout import GoOn, Rollout, RolloutStep
 from mlxspec.engine.rows import DecodeTile, rows_of
 from mlxspec.engine.sequence import OneSequence
 from mlxspec.engine.spans import SpanRule, TileLimits
@@ -71,6 +72,7 @@ class StaticShapeEngine(OneSequence):
     """
 
     takes_device_drafts = True
+    steps_ahead = True
 
     def __init__(
         self,
@@ -144,6 +146,8 @@ class StaticShapeEngine(OneSequence):
         # Tokens that follow the history and that the host has not read, int32 [n] each.
         self._unread: list[mx.array] = []
         self._rollout: Rollout | None = None
+        self._ahead: StepAhead | None = None
+        self._watch = CopyWatch()
         self._state = ModelState(
             layout,
             quantized,
@@ -369,11 +373,18 @@ class StaticShapeEngine(OneSequence):
         capture: Capture = Capture(),  # noqa: B008
         noise_key: mx.array | None = None,
         drafted: mx.array | None = None,
+        ahead: bool = False,
     ) -> VerifyRows:
         """Extend the history by `block`, process it, and say what the model makes of every row.
 
         A block within `one_forward_draft_budget` takes one forward; a longer one is cut where a
         tile ends.
+
+        With `ahead`, the step after a block of one token is submitted too, from the row's choice
+        on the device, while the host has yet to read it. A call that asks for just that step
+        finds it under way; any other call discards it. There is none, and `VerifyRows.ahead` is
+        False, after longer blocks, at the end of a span or of the context, and once steps were
+        seen to copy the state.
 
         Args:
             block: The anchor, then the drafts.
@@ -381,6 +392,7 @@ class StaticShapeEngine(OneSequence):
             noise_key: uint32 [2], for the capture's scores.
             drafted: Drafts after the block that the host has not read yet, int32 [k]: they are
                 read back with the rows, so that one wait serves both.
+            ahead: Whether to submit the step after the block.
 
         Raises:
             ValueError: An empty block, one longer than `max_verify_block_length`, or an id
@@ -396,18 +408,29 @@ class StaticShapeEngine(OneSequence):
             self._examine(self._cursor)
             _require_length("verify", len(ids) + count, self._reach.verify_bound)
             before = self._cursor
+            alone = not count and len(ids) == 1
+            begun = self._begun(ids, capture, noise_key) if alone else None
             with self._extended_history(ids):
                 if drafted is not None and count:
                     # An id outside would be refused too late: MLX reads past a table unasked.
                     self._unread = [mx.clip(drafted.astype(mx.int32), 0, self._vocab_size - 1)]
-                if not self._place.reaches(before, self._state.position):
-                    # Wider tiles than are left would have fed again what is behind the cursor.
-                    self._bring_state_to_cursor()
-                tiles = self._verify_tiles(capture, noise_key)
+                if begun is not None:
+                    tiles = [begun.tile]
+                    self._state.checkpoints += begun.checkpoints
+                else:
+                    if not self._place.reaches(before, self._state.position):
+                        # Wider tiles than are left would feed again what is behind the cursor.
+                        self._bring_state_to_cursor()
+                    with self._memory_watched(self._watch.alone if ahead and alone else None):
+                        tiles = self._verify_tiles(capture, noise_key)
+                        if ahead and alone:
+                            self._submit(tiles[-1].outputs)
+                    self._forward_count += len(tiles)
+                if ahead and alone:
+                    self._step_ahead(tiles[-1], capture, noise_key)
                 rows = self._read_rows(tiles, capture, drafted)
                 self._history += rows.drafted
             self._state.settle(before)
-            self._forward_count += rows.forwards
             return rows
 
     def roll_out_limit(self, pending: int) -> int:
@@ -428,9 +451,9 @@ class StaticShapeEngine(OneSequence):
     ) -> Rollout:
         """Extend the history by `tokens`, then choose tokens one after the other on the device.
 
-        Each chosen token is fed to the next step without being read by the host, nor awaited but
-        where `must_wait` says so. The history ends with `tokens`; `keep` then takes over what of
-        the rollout turned out right.
+        Each chosen token is fed to the next step without being read by the host, nor awaited, but
+        where that was seen to copy the state. The history ends with `tokens`; `keep` then takes
+        over what of the rollout turned out right.
 
         Args:
             tokens: What follows the history, at least one.
@@ -480,7 +503,7 @@ class StaticShapeEngine(OneSequence):
             if rollout is None:
                 return
             ids = rollout.ids(count)
-            self._end_rollout()
+            self._forget_unread()
             cursor = self._cursor + count
             self._history += ids
             self._state.checkpoints += [c for c in rollout.checkpoints if c.position <= cursor]
@@ -524,7 +547,7 @@ class StaticShapeEngine(OneSequence):
                     f"reset: cannot go back from {self._cursor} tokens to {to}: {reason}. Use "
                     "reset(0) and process the tokens again"
                 )
-            self._end_rollout()
+            self._forget_unread()
             self._cursor = to
             if to == 0:
                 self._history.clear()
@@ -572,7 +595,7 @@ class StaticShapeEngine(OneSequence):
                 raise ValueError(reason)
             for tiles in self._tiles.values():
                 tiles.forget_other_capacities(capacity)
-            self._end_rollout()
+            self._forget_unread()
             # As one, should Ctrl-C arrive here.
             self._state, self._history, self._cursor = state, tokens, count
 
@@ -580,6 +603,9 @@ class StaticShapeEngine(OneSequence):
         """End what a call left half done because Ctrl-C came inside: the cursor says what stays."""
         if self._cursor == 0 and not self._state.is_empty:
             self._state.empty()
+        if self._ahead is not None and self._ahead.position != self._cursor:
+            # The call that submitted it did not come to its end.
+            self._forget_unread()
         self._unread = []
         del self._history[self._cursor :]
         self._state.rewind(self._cursor)
@@ -694,10 +720,11 @@ class StaticShapeEngine(OneSequence):
             if self._recurrent and full:
                 # The state arrives there, and no later step has to feed these tokens again.
                 stop = start + full[-1]
-            tiles.append(self._decode_tile(position, stop, capture, noise_key))
+            with self._memory_watched(self._watch.alone):
+                tiles.append(self._decode_tile(position, stop, capture, noise_key))
+                self._submit(tiles[-1].outputs)
             position = stop
         steps: list[RolloutStep] = []
-        waits = must_wait(sum(array.nbytes for array in self._state.slots))
         while True:
             tile = tiles[-1]
             row = slice(tile.rows.stop - 1, tile.rows.stop)
@@ -707,10 +734,12 @@ class StaticShapeEngine(OneSequence):
             self._submit(steps[-1].head)
             if (go_on is not None and not go_on(steps)) or len(steps) == count:
                 break
-            if waits:
+            if self._watch.copies:
                 self._evaluate([[steps[-1].head]])
             self._unread.append(steps[-1].token)
-            tiles.append(self._decode_tile(position, position + 1, capture, noise_key))
+            with self._memory_watched(self._watch.ahead):
+                tiles.append(self._decode_tile(position, position + 1, capture, noise_key))
+                self._submit(tiles[-1].outputs)
             position += 1
         self._forward_count += len(tiles)
         nan_counts = mx.concatenate([tile.outputs[0][1] for tile in tiles])
@@ -720,12 +749,57 @@ class StaticShapeEngine(OneSequence):
         past = [c for c in state.checkpoints if c.position > after]
         return Rollout(steps, nan_counts, end, past)
 
-    def _end_rollout(self) -> None:
-        """The rollout's rows are rejected, but for what was kept: what they wrote is known now."""
-        if self._rollout is not None:
-            if any(self._rollout.nan_counts.tolist()):  # type: ignore[arg-type]
-                self._state.non_finite_until = max(self._state.non_finite_until, self._rollout.end)
-            self._rollout = None
+    def _step_ahead(self, tile: DecodeTile, capture: Capture, noise_key: mx.array | None) -> None:
+        """Submit the step after a tile's last row, if it would do what a call for it would do."""
+        state, position = self._state, len(self._history)
+        if (
+            self._watch.copies
+            or position >= self._context_length - 1
+            or self._spans.span(position) != self._spans.span(position - 1)
+            or self._limits.quantized_at(self._tile_start(position)) != state.is_quantized
+        ):
+            return
+        self._unread = [tile.outputs[0][0, tile.rows.stop - 1 : tile.rows.stop]]
+        with self._memory_watched(self._watch.ahead):
+            step = self._decode_tile(position, position + 1, capture, noise_key)
+            past = [c for c in state.checkpoints if c.position > position]
+            # Not the slots: MLX would copy what is submitted before its use.
+            self._submit(step.outputs, [c.arrays for c in past])
+        self._ahead = StepAhead(position, self._unread[0], capture, noise_key, step, past)
+        self._forward_count += 1
+        self._unread = []
+
+    def _begun(
+        self, ids: list[int], capture: Capture, noise_key: mx.array | None
+    ) -> StepAhead | None:
+        """The step under way, if it is what is asked for."""
+        ahead = self._ahead
+        if ahead is None or not ahead.serves(self._cursor, ids, capture, noise_key):
+            return None
+        self._ahead = None
+        return ahead
+
+    @contextmanager
+    def _memory_watched(self, tell: Callable[[int], None] | None) -> Iterator[None]:
+        """Tell by how much MLX's memory grows inside the block, unless the state itself grows."""
+        before, capacity = mx.get_active_memory(), self._state.capacity
+        yield
+        if tell is None or self._watch.copies or self._state.capacity != capacity:
+            return
+        tell(mx.get_active_memory() - before)
+        if self._watch.copies:
+            self.note = "; ".join(filter(None, (self.note, self._watch.note)))
+
+    def _forget_unread(self) -> None:
+        """What was submitted unread is rejected, but for what was kept; what it wrote is known."""
+        for unread in (self._rollout, self._ahead):
+            if unread is None:
+                continue
+            with self._emptied_on_device_failure():
+                nan_counts: Any = unread.nan_counts.tolist()
+            if any(nan_counts):
+                self._state.non_finite_until = max(self._state.non_finite_until, unread.end)
+        self._rollout = self._ahead = None
 
     def _decode_tile(
         self, position: int, stop: int, capture: Capture, noise_key: mx.array | None = None
@@ -750,7 +824,7 @@ class StaticShapeEngine(OneSequence):
     ) -> list[mx.array]:
         """Run the history's tokens from `start`, `rows` of them, in one tile; lazily."""
         state = self._state
-        self._end_rollout()
+        self._forget_unread()
         state.clear_non_finite(self._cursor)
         if span + self.verify_tile_width > state.capacity:
             state.grow(self._capacity_for(span))
@@ -793,19 +867,28 @@ class StaticShapeEngine(OneSequence):
         self, tiles: list[DecodeTile], capture: Capture, drafted: mx.array | None = None
     ) -> VerifyRows:
         """Evaluate the tiles, read back what the host needs, and remember non-finite slots."""
-        self._evaluate([*[tile.outputs for tile in tiles], [] if drafted is None else [drafted]])
+        outputs = [*[tile.outputs for tile in tiles], [] if drafted is None else [drafted]]
+        # The state is what the step under way works at.
+        self._evaluate(outputs, with_state=self._ahead is None)
         drafts = [] if drafted is None else token_ids(drafted, self._vocab_size, "verify")
         for tile in tiles:
             if tile.is_non_finite:
                 self._state.non_finite_until = max(self._state.non_finite_until, tile.end)
+        if self._state.non_finite_until:
+            # The step under way may have met what is no number.
+            self._forget_unread()
         cap = self._tiles[self._state.tile_layout].final_cap if capture.raw else None
-        return rows_of(tiles, capture, cap, drafts)
+        return rows_of(tiles, capture, cap, drafts, ahead=self._ahead is not None)
 
-    def _evaluate(self, outputs: list[list[mx.array]]) -> None:
-        """Compute outputs and state."""
+    def _evaluate(self, outputs: list[list[mx.array]], *, with_state: bool = True) -> None:
+        """Compute outputs, and the state."""
         state = self._state
         with self._emptied_on_device_failure():
-            mx.eval(outputs, state.slots, [checkpoint.arrays for checkpoint in state.checkpoints])
+            if with_state:
+                arrays = [checkpoint.arrays for checkpoint in state.checkpoints]
+                mx.eval(outputs, state.slots, arrays)
+            else:
+                mx.eval(outputs)
 
     def _submit(self, *arrays: Any) -> None:
         """Let the device begin; the host goes on."""
@@ -821,6 +904,7 @@ class StaticShapeEngine(OneSequence):
         except Exception as failure:
             self._history.clear()
             self._cursor = 0
+            self._rollout = self._ahead = None
             state.empty()
             raise RuntimeError(
                 "the device failed while it computed a forward; the engine was emptied, so begin "

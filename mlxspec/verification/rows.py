@@ -52,6 +52,7 @@ class _KeepsLogits:
     """
 
     compares_distributions = False
+    takes_tiles_choice = True
 
     def __init__(self, sampling: Sampling):
         self._rule = ModelsChoice(sampling, with_logprobs=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 
 import mlx.core as mx
@@ -12,8 +13,8 @@ from hypothesis import strategies as st
 from mlxspec import Capture, StaticShapeEngine
 from mlxspec.decoding import Sampling
 from mlxspec.decoding.sampling import noise_key
-from mlxspec.engine.rollout import must_wait
 from mlxspec.engine.support import model_from_config
+from tests.cases import varied_model
 from tests.families.exactness import ladder
 from tests.families.tiny import set_random_weights, tiny_configs, tiny_model
 
@@ -169,22 +170,83 @@ def test_the_host_reads_nothing_while_it_rolls_out(monkeypatch):
     assert len(rollout.ids(5)) == 5
 
 
-def test_where_readers_hold_their_buffers_every_step_of_a_large_cache_is_awaited(monkeypatch):
-    """As on a GPU, by MLX's source; the tokens are the same."""
-    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
-    assert must_wait(1 << 30)
-    assert not must_wait(1 << 20)
-    engine, _ = engines("llama")
-    engine.reset(0)
-    expected = engine.roll_out([1, 2, 3], 5).ids(5)
-    engine.reset(0)
+def large(family="llama"):
+    """An engine whose slots would be dear to copy."""
+    options = {"max_context_length": 1 << 17, "initial_capacity": 1 << 17, "tile_widths": (1, 2)}
+    return StaticShapeEngine(tiny_model(family), **options)
+
+
+def test_steps_submitted_unread_copy_no_slots_here():
+    engine = large()
+    slots = sum(array.nbytes for array in engine._state.slots)
+    assert slots > 16 << 20
+    engine.prefill([1, 2, 3])
+    token = engine.verify([4], ahead=True).argmax[0]
+    before = mx.get_active_memory()
+    for _ in range(20):
+        rows = engine.verify([token], ahead=True)
+        assert rows.ahead
+        token = rows.argmax[0]
+        assert mx.get_active_memory() - before < slots / 4
+    engine.roll_out([token], 20)
+    assert mx.get_active_memory() - before < slots / 4
+    assert engine.note is None
+
+
+@pytest.mark.parametrize("how", ["ahead", "rollout"])
+def test_where_steps_submitted_unread_copy_the_slots_they_are_awaited_and_that_is_said(how):
+    """As on a device whose commands hold what they read until they are done."""
+    engine, other = large(), large()
+    expected = plain(other, [1, 2, 3], 12)
+    held = []
+    decode_tile, evaluate = engine._decode_tile, engine._evaluate
+
+    def submitted(*tile):
+        outputs = decode_tile(*tile)
+        held.append(list(engine._state.slots))
+        return outputs
+
+    def done(outputs, *, with_state=True):
+        evaluate(outputs, with_state=with_state)
+        waits.append(1)
+        del held[: len(held) if with_state else -1]
+
+    engine.prefill([1, 2])
     waits = []
-    evaluate = mx.eval
-    monkeypatch.setattr("mlxspec.engine.rollout._CHEAP_TO_COPY", 0)
-    monkeypatch.setattr(mx, "eval", lambda *arrays: waits.append(1) or evaluate(*arrays))
-    rollout = engine.roll_out([1, 2, 3], 5)
-    assert len(waits) == 4
-    assert rollout.ids(5) == expected
+    engine._decode_tile, engine._evaluate = submitted, done
+    if how == "rollout":
+        text = [1, 2, 3, *engine.roll_out([3], 12).ids(12)]
+        # Two steps show it; the nine after them are awaited.
+        assert len(waits) == 9
+    else:
+        text, went = [1, 2, 3], []
+        for _ in range(12):
+            rows = engine.verify(text[-1:], ahead=True)
+            went.append(rows.ahead)
+            text += rows.argmax
+        assert went == 2 * [True] + 10 * [False]
+    assert text == expected
+    slots = sum(array.nbytes for array in engine._state.slots)
+    said = re.search("submitted ahead, one takes ([0-9]+) MB more of memory", engine.note)
+    assert int(said[1]) == pytest.approx(slots >> 20, abs=1)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_the_temporaries_of_a_large_vocabulary_are_not_taken_for_copies(sampled):
+    model = varied_model("llama", vocab_size=1 << 18)
+    options = {"max_context_length": 1 << 15, "initial_capacity": 1 << 15, "tile_widths": (8,)}
+    engine = StaticShapeEngine(model, **options)
+    slots = sum(array.nbytes for array in engine._state.slots)
+    assert 16 << 20 < slots < 64 << 20
+    engine.prefill([1, 2])
+    capture = Capture(scores=Sampling(1.0, top_p=0.9)) if sampled else Capture()
+    token = 3
+    for _ in range(8):
+        rows = engine.verify([token], capture, KEY, ahead=True)
+        assert rows.ahead
+        token = rows.argmax[0]
+    engine.roll_out([token], 8, capture, KEY)
+    assert engine.note is None
 
 
 def test_drafts_on_the_device_are_verified_as_drafts_on_the_host_are():

@@ -178,6 +178,38 @@ def test_ctrl_c_at_any_line_leaves_the_next_turn_right(family):
     assert len(stopped) > 5
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ctrl_c_at_any_line_of_plain_decoding_leaves_no_step_under_way_for_another_text(family):
+    """A prompt that only differs before the end is the one that such a step would fit."""
+    engine = engine_of(family)
+
+    def begin():
+        engine.reset(0)
+        return SpeculativeDecoder(engine).generate(PROMPT[:6], max_tokens=6)
+
+    for _ in range(2):
+        emissions = begin()
+        with _InterruptedAt(-1) as counted:
+            said = [e.token for e in emissions]
+    texts = {}
+    for line in range(1, counted.count + 1, 1 if PROFILE == "deep" else 13):
+        emissions, emitted = begin(), []
+        with pytest.raises(KeyboardInterrupt), _InterruptedAt(line):
+            taken_from(emissions, emitted)
+        # The text so far is kept, and another token takes the place of the newest.
+        before = [*PROMPT[:6], *said[: len(emitted)]]
+        prompt = (*before[:-1], before[-1] + 1, *said[len(emitted) : len(emitted) + 1])
+        decoder = SpeculativeDecoder(engine)
+        tokens = [e.token for e in decoder.generate(prompt, max_tokens=5)]
+        if prompt not in texts:
+            engine.reset(0)
+            texts[prompt] = [
+                e.token for e in SpeculativeDecoder(engine).generate(prompt, max_tokens=5)
+            ]
+        assert tokens == texts[prompt], line
+    assert len(texts) > 4
+
+
 def test_ctrl_c_at_any_line_of_a_draft_model_leaves_the_next_turn_right():
     """Its own state too: a model that drafts for itself is still right in the next turn."""
     model, engine = model_of("llama"), engine_of("llama")

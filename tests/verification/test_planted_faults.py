@@ -44,9 +44,9 @@ def plant_ulp(monkeypatch, width, row, logit, late=LATE):
     """Tiles of one width get one logit of one row, late in the sequence, one ulp too large."""
     right = StaticShapeEngine.verify
 
-    def wrong(self, block, *arguments):
+    def wrong(self, block, *arguments, **how):
         begin = self.processed_token_count
-        rows = right(self, block, *arguments)
+        rows = right(self, block, *arguments, **how)
         tile = next(w for w in self.tile_widths if w >= len(block)) if len(block) <= 16 else 0
         if rows.logits is None or tile != width or row >= len(block) or begin + row < late:
             return rows
@@ -217,10 +217,10 @@ def test_a_key_lost_from_a_mask_is_found_and_changes_the_choice_somewhere(monkey
 def test_a_check_that_raises_is_a_fault_with_its_place_and_no_crash(monkeypatch):
     right = StaticShapeEngine.verify
 
-    def refuses(self, block, *arguments):
+    def refuses(self, block, *arguments, **how):
         if len(block) == 8 and self.processed_token_count > LATE:
             raise RewindRefused("planted")
-        return right(self, block, *arguments)
+        return right(self, block, *arguments, **how)
 
     monkeypatch.setattr(StaticShapeEngine, "verify", refuses)
     verdict = verified(MODEL, up_to=1)

@@ -1,0 +1,98 @@
+"""A step under way whose token the host has not read, and what it must not cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import mlx.core as mx
+
+from mlxspec.engine.protocol import Capture
+from mlxspec.engine.rows import DecodeTile
+from mlxspec.engine.state.model_state import Checkpoint
+
+# Copying this many bytes costs about what a wait between two steps does.
+_CHEAP_TO_COPY = 16 << 20
+# So often memory has to have grown before it is put down to copies.
+_ENOUGH = 2
+
+
+@dataclass(frozen=True)
+class StepAhead:
+    """One token's forward, submitted before the token was read.
+
+    Attributes:
+        position: Of the token.
+        token: int32 [1], on the device.
+        capture: What the step brings back.
+        noise_key: uint32 [2], or None.
+        tile: The forward.
+        checkpoints: Recurrent states that it leads to, which nobody has adopted yet.
+    """
+
+    position: int
+    token: mx.array
+    capture: Capture
+    noise_key: mx.array | None
+    tile: DecodeTile
+    checkpoints: list[Checkpoint]
+
+    def serves(
+        self, cursor: int, block: list[int], capture: Capture, noise_key: mx.array | None
+    ) -> bool:
+        """Whether this is the forward of such a call of `verify`."""
+        return (
+            cursor == self.position
+            and capture == self.capture
+            and noise_key is self.noise_key
+            and block == self.token.tolist()
+        )
+
+    @cached_property
+    def nan_counts(self) -> mx.array:
+        """int32 [rows], padding included."""
+        return self.tile.outputs[0][1]
+
+    @property
+    def end(self) -> int:
+        """One past the last slot that was written, padding included."""
+        return self.tile.end
+
+
+class CopyWatch:
+    """Notices by MLX's memory where steps submitted ahead copy the state.
+
+    MLX writes in place only where nothing else holds a buffer. On the CPU backend the readers of
+    one step are done before the next step's write is dispatched (measured down to models of one
+    layer). On a GPU, by MLX's source, a command buffer that has not completed may hold all that
+    it reads. So what memory grows by when a step is submitted with nothing under way, which is
+    its temporaries, is compared with what it grows by when one is.
+
+    Attributes:
+        copies: How many bytes more it grew by, once that was dear and was seen again; else 0.
+    """
+
+    def __init__(self) -> None:
+        self._alone: int | None = None
+        self._seen = 0
+        self.copies = 0
+
+    def alone(self, growth: int) -> None:
+        """Memory grew by so many bytes when a step was submitted with nothing under way."""
+        self._alone = max(growth, self._alone or 0)
+
+    def ahead(self, growth: int) -> None:
+        """Memory grew by so many bytes when a step was submitted with another under way."""
+        if self._alone is None or growth - self._alone <= _CHEAP_TO_COPY:
+            return
+        self._seen += 1
+        if self._seen >= _ENOUGH:
+            self.copies = growth - self._alone
+
+    @property
+    def note(self) -> str:
+        """What a user is told where steps are awaited."""
+        return (
+            f"every step is awaited: submitted ahead, one takes {self.copies >> 20} MB more of "
+            "memory, as if keys and values were copied"
+        )

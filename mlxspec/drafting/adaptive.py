@@ -345,9 +345,11 @@ class AdaptiveDraftCount:
             width = next_width
         if stay_rate * _HYSTERESIS > best_rate:
             best, best_rate = stay, stay_rate
-        return self._wider(best, best_rate, limit, reached) if best else 0
+        return self._wider(best, best_rate, limit, reached, per_token) if best else 0
 
-    def _wider(self, count: int, rate: float, limit: int, reached: Sequence[float]) -> int:
+    def _wider(
+        self, count: int, rate: float, limit: int, reached: Sequence[float], per_token: float
+    ) -> int:
         """This many drafts, or what fills the next wider tile where it has yet to be tried.
 
         The cost curve may have been measured while the machine was busy. So where drafts are
@@ -364,9 +366,11 @@ class AdaptiveDraftCount:
         filled = max(k for k in range(count + 1, limit + 1) if self._width_of(k) == wider)
         believed = self._costs.of(wider)
         hoped = min(believed, self._costs.of(width) * (1.0 + 0.5 * (wider - width) / width))
-        pays = sum(reached[: filled + 1]) / hoped > _HYSTERESIS * rate
+        drafting = per_token * filled
+        pays = sum(reached[: filled + 1]) / (hoped + drafting) > _HYSTERESIS * rate
         likely = reached[filled] > 0.5 if filled < len(reached) else False
-        return filled if pays and likely and self._affords(believed, reached) else count
+        affords = self._affords(believed + drafting, reached)
+        return filled if pays and likely and affords else count
 
     def _affords(self, seconds: float, reached: Sequence[float]) -> bool:
         """Whether the text can bear a round's failure, and what it is expected to lose.

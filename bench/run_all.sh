@@ -1,7 +1,8 @@
 #!/bin/sh
 # All measurements whose results are committed, on a machine that does nothing else meanwhile.
 #
-#   bench/run_all.sh openblas    under OpenBLAS: the five texts in float32, and the cost of tracing
+#   bench/run_all.sh openblas    under OpenBLAS: the five texts in float32, a draft model that cannot
+#                                pay, and the cost of tracing
 #   bench/run_all.sh stock       the wheel as it is: two texts in bfloat16 and 4-bit, and the cache
 #
 # PYTHON names the interpreter, python3 by default.
@@ -12,6 +13,7 @@ case ${1:-} in
 openblas)
     "$python" -m bench.trace_cost --openblas
     "$python" -m bench.compare_mlx_lm --setting f32-openblas --repeats 2 --plot
+    "$python" -m bench.compare_mlx_lm --setting gemma3-layers --repeats 3
     ;;
 stock)
     "$python" -m bench.cache_cost

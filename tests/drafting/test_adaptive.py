@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.simulate import CURVES, FLOOR, AgreementText, Curve, LookupText, decode, recorded_texts
+from bench.simulate import (
+    CURVES,
+    FLOOR,
+    AgreementText,
+    Curve,
+    LookupText,
+    decode,
+    recorded_draft_texts,
+    recorded_texts,
+)
 from mlxspec.drafting import AdaptiveDraftCount
 from mlxspec.engine.costs import TileCosts
 
@@ -45,6 +54,13 @@ def test_no_luck_on_no_curve_costs_more_than_two_percent_of_plain(runs, steps, p
     text = AgreementText("drawn", luck_of(runs), price, None if price else by_position)
     curve = curve_of(steps)
     assert LENGTH / decode(text, curve).seconds >= FLOOR
+
+
+@pytest.mark.parametrize("curve", CURVES, ids=lambda curve: curve.name)
+def test_no_recorded_draft_model_costs_more_than_two_percent_of_plain(curve):
+    plain = curve.costs.of(curve.ladder[0])
+    for text in recorded_draft_texts():
+        assert text.length * plain / decode(text, curve).seconds >= FLOOR, text.name
 
 
 @pytest.mark.parametrize("curve", CURVES, ids=lambda curve: curve.name)

@@ -62,7 +62,7 @@ def plain_pair(
     same = True
     for block in range(blocks + 1):
         # Who is first changes from block to block.
-        timed = {i: _timed(steps[i], tokens) for i in ((0, 1), (1, 0))[block % 2]}
+        timed = {i: timed(steps[i], tokens) for i in ((0, 1), (1, 0))[block % 2]}
         same = same and timed[0][1] == timed[1][1]
         for i in (0, 1) if block else ():
             samples[i].append(timed[i][0])
@@ -86,7 +86,7 @@ def case_of(pair: PlainPair, **facts: Any) -> dict[str, Any]:
     return facts | asdict(pair)
 
 
-def _timed(steps: Iterator[Any], tokens: int) -> tuple[float, list[int]]:
+def timed(steps: Iterator[Any], tokens: int) -> tuple[float, list[int]]:
     """Milliseconds per token of the next tokens; what is begun beyond them is waited for."""
     mx.synchronize()
     begin = time.perf_counter()

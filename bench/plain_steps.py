@@ -1,10 +1,11 @@
-"""What a plain step gains by being submitted before the last token is read, against mlx-lm's.
+"""What a plain step takes beside mlx-lm's, and what two of its rules have to do with it.
 
     python -m bench.plain_steps
 
-lets three generators continue one prompt in turns, a few tokens at a time: mlx-lm, which submits
-its steps ahead, mlxspec as it is, and mlxspec with every step awaited. Writes
-bench/results/plain_steps.json and .md.
+lets generators continue one prompt in turns, a few tokens at a time: mlx-lm, which submits its
+steps before it reads the last token and attends to no more keys than there are; mlxspec, which
+submits its steps so too and attends to whole spans; and mlxspec with every step awaited, and with
+short spans. Writes bench/results/plain_steps.json and .md.
 """
 
 from __future__ import annotations
@@ -26,7 +27,12 @@ from mlxspec import StaticShapeEngine
 from mlxspec.benchmark import Spread, load_workload, markdown_table, provenance, write_json
 
 MODELS = ("smollm2:bf16", "smollm2:4bit")
-NAMES = ("mlx-lm", "mlxspec", "mlxspec, every step awaited")
+# Whether steps are submitted ahead, and slots of the smallest span; None is the engine's own.
+OURS: dict[str, tuple[bool, int | None]] = {
+    "mlxspec": (True, None),
+    "mlxspec, every step awaited": (False, None),
+    "mlxspec, spans of 32": (True, 32),
+}
 
 
 def main() -> None:
@@ -35,7 +41,7 @@ def main() -> None:
         prog="python -m bench.plain_steps", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--models", nargs="+", default=MODELS, metavar="MODEL")
-    parser.add_argument("--blocks", type=int, default=24, help="blocks of each; %(default)s")
+    parser.add_argument("--blocks", type=int, default=16, help="blocks of each; %(default)s")
     parser.add_argument("--tokens", type=int, default=8, help="tokens of a block; %(default)s")
     parser.add_argument(
         "--output", type=Path, default=RESULTS / "plain_steps", help="results without their ending"
@@ -54,7 +60,7 @@ def main() -> None:
 
 
 def compared(model: nn.Module, prompt: list[int], blocks: int, tokens: int) -> dict[str, Any]:
-    """Milliseconds per token of the three, and mlx-lm's over ours block by block.
+    """Milliseconds per token of each, and mlx-lm's over ours block by block.
 
     Args:
         model: A model of mlx-lm.
@@ -64,8 +70,9 @@ def compared(model: nn.Module, prompt: list[int], blocks: int, tokens: int) -> d
     """
     count = (blocks + 1) * tokens + 1
     runs: list[Iterator[Any]] = [mlx_lm_generate_step(mx.array(prompt), model, max_tokens=count)]
-    for ahead in (True, False):
-        engine = StaticShapeEngine(model, max_context_length=len(prompt) + count + 16)
+    for ahead, span in OURS.values():
+        options = {} if span is None else {"span_step": span}
+        engine = StaticShapeEngine(model, max_context_length=len(prompt) + count + 16, **options)
         engine.steps_ahead = ahead
         runs.append(mlxspec.generate_step(prompt, model, max_tokens=count, engine=engine))
     samples: list[list[float]] = [[] for _ in runs]
@@ -80,11 +87,12 @@ def compared(model: nn.Module, prompt: list[int], blocks: int, tokens: int) -> d
     return {
         "same_tokens": same,
         "ms_per_token": {
-            name: asdict(Spread.of(times)) for name, times in zip(NAMES, samples, strict=True)
+            name: asdict(Spread.of(times))
+            for name, times in zip(["mlx-lm", *OURS], samples, strict=True)
         },
         "times_mlx_lm": {
             name: asdict(Spread.of([a / b for a, b in zip(samples[0], times, strict=True)]))
-            for name, times in zip(NAMES[1:], samples[1:], strict=True)
+            for name, times in zip(OURS, samples[1:], strict=True)
         },
     }
 

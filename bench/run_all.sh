@@ -17,6 +17,7 @@ openblas)
     ;;
 stock)
     "$python" -m bench.cache_cost
+    "$python" -m bench.plain_steps
     "$python" -m bench.compare_mlx_lm --setting bf16 --workloads copy prose --repeats 2 --plot
     "$python" -m bench.compare_mlx_lm --setting 4bit --workloads copy prose --repeats 2 --plot
     ;;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -58,16 +58,33 @@ def plain_pair(
         mlx_lm_generate_step(prompt, model, max_tokens=count),
         mlxspec.generate_step(prompt, model, max_tokens=count, engine=engine),
     )
-    samples: tuple[list[float], list[float]] = ([], [])
-    same = True
-    for block in range(blocks + 1):
-        # Who is first changes from block to block.
-        timed = {i: timed(steps[i], tokens) for i in ((0, 1), (1, 0))[block % 2]}
-        same = same and timed[0][1] == timed[1][1]
-        for i in (0, 1) if block else ():
-            samples[i].append(timed[i][0])
+    samples, same = in_turns(steps, blocks, tokens)
     ratios = [theirs / ours for theirs, ours in zip(*samples, strict=True)]
     return PlainPair(Spread.of(samples[0]), Spread.of(samples[1]), Spread.of(ratios), same)
+
+
+def in_turns(
+    runs: Sequence[Iterator[Any]], blocks: int, tokens: int
+) -> tuple[list[list[float]], bool]:
+    """Time generators block by block; who is first changes from block to block.
+
+    Args:
+        runs: Each yields tuples that begin with a token.
+        blocks: How many blocks of each are timed; one more warms up.
+        tokens: Tokens of one block.
+
+    Returns:
+        Milliseconds per token of every run's blocks, and whether all said the same.
+    """
+    samples: list[list[float]] = [[] for _ in runs]
+    same = True
+    for block in range(blocks + 1):
+        order = [(block + i) % len(runs) for i in range(len(runs))]
+        found = {i: _timed(runs[i], tokens) for i in order}
+        same = same and all(ids == found[0][1] for _, ids in found.values())
+        for i in order if block else ():
+            samples[i].append(found[i][0])
+    return samples, same
 
 
 def write_result(file: Path, blocks: int, tokens: int, cases: list[dict[str, Any]]) -> None:
@@ -86,7 +103,7 @@ def case_of(pair: PlainPair, **facts: Any) -> dict[str, Any]:
     return facts | asdict(pair)
 
 
-def timed(steps: Iterator[Any], tokens: int) -> tuple[float, list[int]]:
+def _timed(steps: Iterator[Any], tokens: int) -> tuple[float, list[int]]:
     """Milliseconds per token of the next tokens; what is begun beyond them is waited for."""
     mx.synchronize()
     begin = time.perf_counter()

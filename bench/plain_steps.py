@@ -22,7 +22,7 @@ from mlx_lm.generate import generate_step as mlx_lm_generate_step
 
 import mlxspec
 from bench.common import RESULTS
-from bench.pairs import timed
+from bench.pairs import in_turns
 from mlxspec import StaticShapeEngine
 from mlxspec.benchmark import Spread, load_workload, markdown_table, provenance, write_json
 
@@ -75,15 +75,7 @@ def compared(model: nn.Module, prompt: list[int], blocks: int, tokens: int) -> d
         engine = StaticShapeEngine(model, max_context_length=len(prompt) + count + 16, **options)
         engine.steps_ahead = ahead
         runs.append(mlxspec.generate_step(prompt, model, max_tokens=count, engine=engine))
-    samples: list[list[float]] = [[] for _ in runs]
-    same = True
-    for block in range(blocks + 1):
-        # Who is first changes from block to block.
-        order = [(block + i) % len(runs) for i in range(len(runs))]
-        found = {i: timed(runs[i], tokens) for i in order}
-        same = same and all(ids == found[0][1] for _, ids in found.values())
-        for i in order if block else ():
-            samples[i].append(found[i][0])
+    samples, same = in_turns(runs, blocks, tokens)
     return {
         "same_tokens": same,
         "ms_per_token": {

@@ -24,7 +24,7 @@ from mlxspec.engine.protocol import SpeculativeEngine
 from mlxspec.engine.tokens import TokenView
 
 # So many rounds in a row without a draft, and the next plain step is submitted unread. Each such
-# step saves a wait, some hundredths of it; a draft that begins meanwhile begins a step too late.
+# step can save a wait for the host; a draft that begins meanwhile begins a whole step too late.
 _QUIET = 24
 # The time from one reading to the next is a step's, if the caller had at most so much of it.
 _CALLERS_SHARE = 0.05
@@ -229,11 +229,9 @@ class Drafts:
         if count is None:
             budget = budget_for(drafter, limit, None)
             return checked_proposal(drafter, history, budget, vocab_size)
-
-        def width_of(drafts: int) -> int:
-            return self._tile_width_for(certain + drafts)
-
-        count.begin(history, limit, width_of, certain, begun=begun)
+        count.begin(
+            history, limit, lambda k: self._tile_width_for(certain + k), certain, begun=begun
+        )
         budget = budget_for(drafter, limit, count.budget)
         begin = self._clock()
         guess = checked_proposal(drafter, history, budget, vocab_size)

@@ -408,8 +408,9 @@ class StaticShapeEngine(OneSequence):
             self._examine(self._cursor)
             _require_length("verify", len(ids) + count, self._reach.verify_bound)
             before = self._cursor
-            alone = not count and len(ids) == 1
-            begun = self._begun(ids, capture, noise_key) if alone else None
+            single = not count and len(ids) == 1
+            ahead = ahead and single
+            begun = self._begun(ids, capture, noise_key) if single else None
             with self._extended_history(ids):
                 if drafted is not None and count:
                     # An id outside would be refused too late: MLX reads past a table unasked.
@@ -421,12 +422,12 @@ class StaticShapeEngine(OneSequence):
                     if not self._place.reaches(before, self._state.position):
                         # Wider tiles than are left would feed again what is behind the cursor.
                         self._bring_state_to_cursor()
-                    with self._memory_watched(self._watch.alone if ahead and alone else None):
+                    with self._memory_watched(self._watch.alone if ahead else None):
                         tiles = self._verify_tiles(capture, noise_key)
-                        if ahead and alone:
+                        if ahead:
                             self._submit(tiles[-1].outputs)
                     self._forward_count += len(tiles)
-                if ahead and alone:
+                if ahead:
                     self._step_ahead(tiles[-1], capture, noise_key)
                 rows = self._read_rows(tiles, capture, drafted)
                 self._history += rows.drafted
@@ -721,8 +722,7 @@ class StaticShapeEngine(OneSequence):
                 # The state arrives there, and no later step has to feed these tokens again.
                 stop = start + full[-1]
             with self._memory_watched(self._watch.alone):
-                tiles.append(self._decode_tile(position, stop, capture, noise_key))
-                self._submit(tiles[-1].outputs)
+                tiles.append(self._submitted_tile(position, stop, capture, noise_key))
             position = stop
         steps: list[RolloutStep] = []
         while True:
@@ -730,21 +730,19 @@ class StaticShapeEngine(OneSequence):
             row = slice(tile.rows.stop - 1, tile.rows.stop)
             logits = tile.outputs[1][row] if capture.logits else None
             steps.append(RolloutStep(tile.outputs[0][:, row], logits))
-            # The token alone: MLX would copy the slots if they were submitted before their use.
-            self._submit(steps[-1].head)
             if (go_on is not None and not go_on(steps)) or len(steps) == count:
                 break
             if self._watch.copies:
                 self._evaluate([[steps[-1].head]])
             self._unread.append(steps[-1].token)
             with self._memory_watched(self._watch.ahead):
-                tiles.append(self._decode_tile(position, position + 1, capture, noise_key))
-                self._submit(tiles[-1].outputs)
+                tiles.append(self._submitted_tile(position, position + 1, capture, noise_key))
             position += 1
         self._forward_count += len(tiles)
         nan_counts = mx.concatenate([tile.outputs[0][1] for tile in tiles])
         state = self._state
-        self._submit(nan_counts, state.slots, [c.arrays for c in state.checkpoints])
+        heads = [step.head for step in steps]
+        self._submit(heads, nan_counts, state.slots, [c.arrays for c in state.checkpoints])
         end = max(tile.end for tile in tiles)
         past = [c for c in state.checkpoints if c.position > after]
         return Rollout(steps, nan_counts, end, past)
@@ -761,10 +759,10 @@ class StaticShapeEngine(OneSequence):
             return
         self._unread = [tile.outputs[0][0, tile.rows.stop - 1 : tile.rows.stop]]
         with self._memory_watched(self._watch.ahead):
-            step = self._decode_tile(position, position + 1, capture, noise_key)
+            step = self._submitted_tile(position, position + 1, capture, noise_key)
             past = [c for c in state.checkpoints if c.position > position]
-            # Not the slots: MLX would copy what is submitted before its use.
-            self._submit(step.outputs, [c.arrays for c in past])
+            # The token needs them not, and another thread cannot compute them.
+            self._submit([c.arrays for c in past])
         self._ahead = StepAhead(position, self._unread[0], capture, noise_key, step, past)
         self._forward_count += 1
         self._unread = []
@@ -800,6 +798,15 @@ class StaticShapeEngine(OneSequence):
             if any(nan_counts):
                 self._state.non_finite_until = max(self._state.non_finite_until, unread.end)
         self._rollout = self._ahead = None
+
+    def _submitted_tile(
+        self, position: int, stop: int, capture: Capture, noise_key: mx.array | None
+    ) -> DecodeTile:
+        """Run the tile that computes positions up to `stop`; the device begins."""
+        tile = self._decode_tile(position, stop, capture, noise_key)
+        # Not the slots: MLX would copy what is submitted before its use.
+        self._submit(tile.outputs)
+        return tile
 
     def _decode_tile(
         self, position: int, stop: int, capture: Capture, noise_key: mx.array | None = None

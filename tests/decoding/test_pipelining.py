@@ -13,33 +13,22 @@ from mlxspec import (
     SpeculationStats,
     SpeculativeDecoder,
     SpeculativeDecodingOptions,
-    StaticShapeEngine,
 )
 from mlxspec.decoding import drafts
 from mlxspec.engine import VerifyRows
 from mlxspec.engine.costs import TileCosts
 from mlxspec.errors import EngineBusy
 from tests.cases import prompt_of
-from tests.decoding.test_adaptive_decoding import Costly
+from tests.decoding.test_adaptive_decoding import FAMILIES, SCRIPT, Costly, N, engine_of
 from tests.families.tiny import tiny_model
 from tests.hostile import PlannedDrafter, plans
 from tests.scripted import ScriptedEngine
 
-N = 96
-FAMILIES = ("llama", "gemma3_text", "lfm2", "mamba2")
 ADAPTIVE = SpeculativeDecodingOptions(adaptive=True)
-SCRIPT = [(7 * i + i * i // 5) % 96 + 2 for i in range(400)]
-_engines: dict[str, StaticShapeEngine] = {}
-
-
-def engine_of(family):
-    if family not in _engines:
-        _engines[family] = StaticShapeEngine(tiny_model(family), max_context_length=N, span_step=32)
-    return _engines[family]
 
 
 def synchronous(engine, prompt, **how):
-    """What is said, and the decoder, where every step waits for the last token."""
+    """What is said where every step waits for the last token."""
     decoder = SpeculativeDecoder(engine)
     decoder._steps_ahead = False
     tokens = [e.token for e in decoder.generate(prompt, max_tokens=-1, **how)]
@@ -196,9 +185,7 @@ def test_a_step_that_went_on_while_the_caller_was_busy_costs_what_it_costs(slow,
 def test_a_step_that_costs_more_than_it_did_is_measured_though_the_caller_is_slow():
     """Where all that is known is outdated, a plain step is awaited, and tells."""
     engine = Pipelined(SCRIPT * 3, 100)
-    engine.script = SCRIPT * 3
-    drafter = Costly(engine)
-    decoder = SpeculativeDecoder(engine, drafter, ADAPTIVE, clock=lambda: engine.now)
+    decoder = SpeculativeDecoder(engine, Costly(engine), ADAPTIVE, clock=lambda: engine.now)
     for count, _ in enumerate(decoder.generate(SCRIPT[:10], max_tokens=-1)):
         engine.now += 2.0
         if count == 100:

@@ -25,13 +25,14 @@ KEY = noise_key(5)
 
 
 @cache
-def engines(family, widths=None):
-    """One that rolls out, and one that decodes plainly."""
+def engines(family, widths=None, count=2):
+    """One that rolls out, one that decodes plainly, and as many more as are wanted."""
     model = tiny_model(family)
     regime = ladder(model, *(widths or ()))
     options = {"tile_widths": regime.widths, "placement": regime.placement}
     return [
-        StaticShapeEngine(model, max_context_length=N, span_step=16, **options) for _ in range(2)
+        StaticShapeEngine(model, max_context_length=N, span_step=16, **options)
+        for _ in range(count)
     ]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from functools import cache
 
 import mlx.core as mx
 import pytest
@@ -15,11 +14,11 @@ from mlxspec.decoding import Sampling
 from mlxspec.decoding.sampling import noise_key
 from mlxspec.engine.support import model_from_config
 from tests.engine.test_rollout import FAMILIES, KEY, N, engines, plain
-from tests.families.exactness import ladder
 from tests.families.tiny import set_random_weights, tiny_configs, tiny_model
 from tests.quantized.test_quantized_state import quantized_engine
 
 OTHER_KEY = noise_key(6)
+WHOLE = Capture(logits=True)
 RAW = Capture(logits=True, raw=True)
 
 CALLS = st.one_of(
@@ -35,14 +34,6 @@ CALLS = st.one_of(
     st.tuples(st.just("roll out"), st.integers(1, 4)),
     st.tuples(st.just("image"), st.just(0)),
 )
-
-
-@cache
-def strangers(family, widths):
-    """A third engine of the family."""
-    regime = ladder(tiny_model(family), *(widths or ()))
-    options = {"tile_widths": regime.widths, "placement": regime.placement}
-    return StaticShapeEngine(tiny_model(family), max_context_length=N, span_step=16, **options)
 
 
 def same_images(one, other):
@@ -72,7 +63,7 @@ def test_whatever_is_called_next_nothing_tells_that_a_step_was_ahead(
     family, widths, length, sampled, calls
 ):
     """Two engines, one of which steps ahead: rows, history, and what rewinds allow are equal."""
-    both = engines(family, widths)
+    *both, stranger = engines(family, widths, 3)
     scores = Sampling(1.0) if sampled else None
     text = [(5 * i + i * i // 3) % 60 + 1 for i in range(length)]
     for one in both:
@@ -96,7 +87,6 @@ def test_whatever_is_called_next_nothing_tells_that_a_step_was_ahead(
             key = OTHER_KEY
         elif call == "restore":
             # Another text of the same length, after which the same token may come.
-            stranger = strangers(family, widths)
             stranger.reset(0)
             stranger.prefill([(3 * i + argument) % 60 for i in range(one.processed_token_count)])
             image = stranger.image()
@@ -213,6 +203,8 @@ def test_a_step_ahead_of_a_row_that_is_no_number_is_made_again(family):
             token = rows.argmax[0]
             tokens.append(token)
         assert poisoned
+        # The step after the row at position 5 is not kept.
+        assert went == [ahead and i != 2 for i in range(8)]
         results.append(tokens)
     assert results[0] == results[1]
 
@@ -240,7 +232,7 @@ def test_ctrl_c_inside_a_call_leaves_no_step_under_way(family, monkeypatch):
         for one in (engine, other):
             one.reset(0)
             one.prefill(range(1, 9))
-        token = other.verify([9]).argmax[0]
+        token = other.verify([9], WHOLE).argmax[0]
         other.reset(0)
         other.prefill(range(1, 9))
 
@@ -249,13 +241,13 @@ def test_ctrl_c_inside_a_call_leaves_no_step_under_way(family, monkeypatch):
 
         monkeypatch.setattr(engine, "_read_rows", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            engine.verify([9], ahead=True)
+            engine.verify([9], WHOLE, ahead=True)
         monkeypatch.undo()
         # A recurrent state takes so few tokens without a forward; then comes the step's own.
         rows = []
         for one in (engine, other):
             one.prefill([last])
-            rows.append(one.verify([token], Capture(logits=True)).logits)
+            rows.append(one.verify([token], WHOLE).logits)
         assert mx.array_equal(*rows)
 
 
@@ -264,7 +256,7 @@ def test_a_device_that_fails_leaves_no_step_under_way(monkeypatch, family):
     engine, other = engines(family)
     engine.reset(0)
     engine.prefill([1, 2])
-    token = engine.verify([3], ahead=True).argmax[0]
+    token = engine.verify([3], WHOLE, ahead=True).argmax[0]
     evaluate = mx.eval
 
     def failing(*arrays):
@@ -273,14 +265,15 @@ def test_a_device_that_fails_leaves_no_step_under_way(monkeypatch, family):
 
     monkeypatch.setattr(mx, "eval", failing)
     with pytest.raises(RuntimeError, match="the engine was emptied"):
-        engine.verify([token], ahead=True)
+        engine.verify([token], WHOLE, ahead=True)
     assert engine.processed_token_count == 0
+    assert engine._ahead is None
     # After other tokens up to where the lost step stood comes the token that it began with.
-    token = plain(other, [1, 2, 3], 3)[-1]
+    token = plain(other, [1, 2, 3], 2)[-1]
+    other.reset(0)
     for one in (engine, other):
-        one.reset(0)
         one.prefill([30, 31, 32, 33])
-    rows = [one.verify([token], Capture(logits=True)).logits for one in (engine, other)]
+    rows = [one.verify([token], WHOLE).logits for one in (engine, other)]
     assert mx.array_equal(*rows)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import mlx.core as mx
 
@@ -37,18 +36,13 @@ class StepAhead:
     tile: DecodeTile
     checkpoints: list[Checkpoint]
 
-    def serves(
-        self, cursor: int, block: list[int], capture: Capture, noise_key: mx.array | None
-    ) -> bool:
-        """Whether this is the forward of such a call of `verify`."""
+    def serves(self, block: list[int], capture: Capture, noise_key: mx.array | None) -> bool:
+        """Whether this is the forward of such a call of `verify` at its position."""
         return (
-            cursor == self.position
-            and capture == self.capture
-            and noise_key is self.noise_key
-            and block == self.token.tolist()
+            capture == self.capture and noise_key is self.noise_key and block == self.token.tolist()
         )
 
-    @cached_property
+    @property
     def nan_counts(self) -> mx.array:
         """int32 [rows], padding included."""
         return self.tile.outputs[0][1]

@@ -605,7 +605,7 @@ class StaticShapeEngine(OneSequence):
         if self._cursor == 0 and not self._state.is_empty:
             self._state.empty()
         if self._ahead is not None and self._ahead.position != self._cursor:
-            # The call that submitted it did not come to its end.
+            # The call that submitted it did not come to its end, or others have gone on since.
             self._forget_unread()
         self._unread = []
         del self._history[self._cursor :]
@@ -772,7 +772,7 @@ class StaticShapeEngine(OneSequence):
     ) -> StepAhead | None:
         """The step under way, if it is what is asked for."""
         ahead = self._ahead
-        if ahead is None or not ahead.serves(self._cursor, ids, capture, noise_key):
+        if ahead is None or not ahead.serves(ids, capture, noise_key):
             return None
         self._ahead = None
         return ahead

@@ -120,12 +120,17 @@ def test_a_caller_who_chooses_sees_no_row_ahead_of_its_token():
 def test_the_engine_of_a_text_that_somebody_else_spoiled_is_left_alone():
     engine = engine_of("llama")
     emissions = SpeculativeDecoder(engine).generate(prompt_of(5), max_tokens=20)
-    next(emissions)
+    for _ in range(3):
+        next(emissions)
+    assert engine._ahead is not None
     engine.reset(0)
-    engine.prefill([1, 2, 3])
+    engine.prefill([1, 2])
+    assert engine.verify([3], ahead=True).ahead
+    begun = engine._ahead
     with pytest.raises(EngineBusy):
         next(emissions)
     assert list(engine.tokens) == [1, 2, 3]
+    assert engine._ahead is begun
 
 
 class Pipelined(ScriptedEngine):

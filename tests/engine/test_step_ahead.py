@@ -143,6 +143,18 @@ def test_steps_ahead_to_the_contexts_end_are_plain_decoding_in_as_many_forwards(
     assert ahead == N - 3 - 5
 
 
+@pytest.mark.parametrize("family", ["gemma3_text", "cohere2", "llama"])
+def test_a_long_block_begins_no_step_and_can_be_rejected_whole(family):
+    """Behind the longest, the rings have no room for a step."""
+    engine, _ = engines(family)
+    for start in range(1, 30):
+        engine.reset(0)
+        engine.prefill(range(1, 1 + start))
+        length = engine.max_verify_block_length
+        assert not engine.verify([7] * length, ahead=True).ahead
+        engine.reset(start)
+
+
 def test_a_step_that_is_not_used_is_counted_as_a_forward():
     engine, _ = engines("llama")
     engine.reset(0)

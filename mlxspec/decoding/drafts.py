@@ -121,9 +121,7 @@ class Drafts:
         if self._adaptive is None:
             # A model that drafts whether it pays or not is not to have drafted for nothing.
             return self._quiet >= _QUIET and self._targeted is None
-        if self._adaptive.rests:
-            return self._quiet > 0
-        return self._quiet >= _QUIET and not self._adaptive.awaits
+        return self._adaptive.rests or (self._quiet >= _QUIET and not self._adaptive.awaits)
 
     def propose(self, anchor: int, wanted: int, *, begun: bool) -> list[int] | DeviceDraft:
         """A draft that fits: into one forward, the context, and the tokens still wanted.

@@ -147,6 +147,29 @@ def test_a_parked_draft_model_is_asked_for_nothing_but_now_and_then_and_ever_rar
     assert all(asked[-10:])
 
 
+def test_while_a_step_is_under_way_a_draft_model_is_asked_for_nothing_and_then_for_what_pays():
+    adaptive = AdaptiveDraftCount(FLAT)
+    adaptive.begin([1], 31, width_of, begun=True)
+    assert adaptive.budget("model", 0.02) == 0
+    assert adaptive.awaits
+    assert not adaptive.rests
+    adaptive.begin([1, 1], 31, width_of)
+    assert adaptive.budget("model", 0.02) > 0
+
+
+def test_a_trial_waits_for_a_round_that_has_not_begun():
+    adaptive = AdaptiveDraftCount(FLAT)
+    asked, _ = rounds(adaptive, [False] * 60, name="model", evidence=0)
+    assert any(asked)
+    for _ in range(100):
+        adaptive.begin([1], 31, width_of, begun=True)
+        assert adaptive.budget("model") == 0
+        adaptive.record(drafted=0, accepted=0, emitted=1, width=1, seconds=1.0)
+    assert adaptive.awaits
+    adaptive.begin([1], 31, width_of)
+    assert adaptive.budget("model") > 0
+
+
 @pytest.mark.parametrize("certain", [0, 1])
 def test_a_draft_model_dearer_than_the_target_itself_is_never_asked(certain):
     adaptive = AdaptiveDraftCount(FLAT)

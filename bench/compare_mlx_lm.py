@@ -68,6 +68,7 @@ class Setting:
 
 SETTINGS = {
     "f32-openblas": Setting("smollm2:f32", openblas=True, exact=False),
+    "f32": Setting("smollm2:f32", openblas=False, exact=True),
     "bf16": Setting("smollm2:bf16", openblas=False, exact=True),
     "4bit": Setting("smollm2:4bit", openblas=False, exact=True),
     # Where drafting cannot pay: a draft seldom right, and its head, most of what a token costs,

@@ -3,7 +3,7 @@
 #
 #   bench/run_all.sh openblas    under OpenBLAS: the five texts in float32, a draft model that cannot
 #                                pay, and the cost of tracing
-#   bench/run_all.sh stock       the wheel as it is: two texts in bfloat16 and 4-bit, and the cache
+#   bench/run_all.sh stock       the wheel as it is: two texts in bfloat16, float32 and 4-bit, and the cache
 #
 # PYTHON names the interpreter, python3 by default.
 set -eu
@@ -19,7 +19,10 @@ stock)
     "$python" -m bench.cache_cost
     "$python" -m bench.plain_steps
     "$python" -m bench.compare_mlx_lm --setting bf16 --workloads copy prose --repeats 2 --plot
-    "$python" -m bench.compare_mlx_lm --setting 4bit --workloads copy prose --repeats 2 --plot
+    for setting in f32 4bit; do
+        "$python" -m bench.compare_mlx_lm --setting $setting --workloads copy prose --repeats 2 \
+            --max-tokens 60 --contenders "mlxspec plain" "mlxspec lookup"
+    done
     ;;
 *)
     echo "usage: bench/run_all.sh openblas|stock" >&2

@@ -12,7 +12,7 @@ from mlxspec.engine.state.model_state import Checkpoint
 
 # Copying this many bytes costs about what a wait between two steps does.
 _CHEAP_TO_COPY = 16 << 20
-# So often memory has to have grown before it is put down to copies.
+# So often in a row memory has to have grown before it is put down to copies.
 _ENOUGH = 2
 
 
@@ -22,7 +22,7 @@ class StepAhead:
 
     Attributes:
         position: Of the token.
-        token: int32 [1], on the device.
+        chosen_by: The tile whose last row chose the token.
         capture: What the step brings back.
         noise_key: uint32 [2], or None.
         tile: The forward.
@@ -30,16 +30,23 @@ class StepAhead:
     """
 
     position: int
-    token: mx.array
+    chosen_by: DecodeTile
     capture: Capture
     noise_key: mx.array | None
     tile: DecodeTile
     checkpoints: list[Checkpoint]
 
     def serves(self, block: list[int], capture: Capture, noise_key: mx.array | None) -> bool:
-        """Whether this is the forward of such a call of `verify` at its position."""
+        """Whether this is the forward of such a call of `verify` at its position.
+
+        The token comes with the tile that chose it. To read the array that the step was given
+        would be to wait for the step: MLX knows all that one call submits to be there when the
+        last of it is.
+        """
         return (
-            capture == self.capture and noise_key is self.noise_key and block == self.token.tolist()
+            capture == self.capture
+            and noise_key is self.noise_key
+            and block == [self.chosen_by.choice]
         )
 
     @property
@@ -60,7 +67,8 @@ class CopyWatch:
     one step are done before the next step's write is dispatched (measured down to models of one
     layer). On a GPU, by MLX's source, a command buffer that has not completed may hold all that
     it reads. So what memory grows by when a step is submitted with nothing under way, which is
-    its temporaries, is compared with what it grows by when one is.
+    its temporaries, is compared with what it grows by when the next one is. Of later ones nothing
+    can be said: copies that they no longer need go while others come.
 
     Attributes:
         copies: How many bytes more it grew by, once that was dear and was seen again; else 0.
@@ -68,18 +76,31 @@ class CopyWatch:
 
     def __init__(self) -> None:
         self._alone: int | None = None
+        self._follows_alone = self._doubts = False
         self._seen = 0
         self.copies = 0
+
+    @property
+    def awaits(self) -> bool:
+        """Whether the next step shall wait: for good, or to be the first of two once more."""
+        return self._doubts or self.copies > 0
 
     def alone(self, growth: int) -> None:
         """Memory grew by so many bytes when a step was submitted with nothing under way."""
         self._alone = max(growth, self._alone or 0)
+        self._follows_alone, self._doubts = True, False
+
+    def among_others(self, _growth: int) -> None:
+        """It grew when a step was submitted that nothing is to be compared with."""
+        self._follows_alone = False
 
     def ahead(self, growth: int) -> None:
         """Memory grew by so many bytes when a step was submitted with another under way."""
-        if self._alone is None or growth - self._alone <= _CHEAP_TO_COPY:
+        if self._alone is None or not self._follows_alone:
             return
-        self._seen += 1
+        self._follows_alone = False
+        self._doubts = growth - self._alone > _CHEAP_TO_COPY
+        self._seen = self._seen + 1 if self._doubts else 0
         if self._seen >= _ENOUGH:
             self.copies = growth - self._alone
 

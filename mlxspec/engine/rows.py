@@ -34,6 +34,11 @@ class DecodeTile:
         return argmax, nan_count
 
     @property
+    def choice(self) -> int:
+        """The argmax of the last row; read from the device."""
+        return self.head[0][self.rows.stop - 1]
+
+    @property
     def is_non_finite(self) -> bool:
         """Whether a row, and so what it wrote, is not a number."""
         return any(self.head[1])

@@ -713,7 +713,8 @@ class StaticShapeEngine(OneSequence):
     ) -> Rollout:
         """Process the history from the cursor on, then choose; everything is submitted."""
         after = len(self._history)
-        position, tiles = self._cursor, []
+        position = self._cursor
+        tiles: list[DecodeTile] = []
         while position < after:
             start = self._tile_start(position)
             stop = min(after, self._place.end(start))
@@ -721,7 +722,8 @@ class StaticShapeEngine(OneSequence):
             if self._recurrent and full:
                 # The state arrives there, and no later step has to feed these tokens again.
                 stop = start + full[-1]
-            with self._memory_watched(self._watch.alone):
+            only = not tiles and stop == after
+            with self._memory_watched(self._watch.alone if only else self._watch.among_others):
                 tiles.append(self._submitted_tile(position, stop, capture, noise_key))
             position = stop
         steps: list[RolloutStep] = []
@@ -732,10 +734,11 @@ class StaticShapeEngine(OneSequence):
             steps.append(RolloutStep(tile.outputs[0][:, row], logits))
             if (go_on is not None and not go_on(steps)) or len(steps) == count:
                 break
-            if self._watch.copies:
+            alone = self._watch.awaits
+            if alone:
                 self._evaluate([[steps[-1].head]])
             self._unread.append(steps[-1].token)
-            with self._memory_watched(self._watch.ahead):
+            with self._memory_watched(self._watch.alone if alone else self._watch.ahead):
                 tiles.append(self._submitted_tile(position, position + 1, capture, noise_key))
             position += 1
         self._forward_count += len(tiles)
@@ -751,7 +754,7 @@ class StaticShapeEngine(OneSequence):
         """Submit the step after a tile's last row, if it would do what a call for it would do."""
         state, position = self._state, len(self._history)
         if (
-            self._watch.copies
+            self._watch.awaits
             or position >= self._context_length - 1
             or self._spans.span(position) != self._spans.span(position - 1)
             or self._limits.quantized_at(self._tile_start(position)) != state.is_quantized
@@ -763,7 +766,7 @@ class StaticShapeEngine(OneSequence):
             past = [c for c in state.checkpoints if c.position > position]
             # The token needs them not, and another thread cannot compute them.
             self._submit([c.arrays for c in past])
-        self._ahead = StepAhead(position, self._unread[0], capture, noise_key, step, past)
+        self._ahead = StepAhead(position, tile, capture, noise_key, step, past)
         self._forward_count += 1
         self._unread = []
 

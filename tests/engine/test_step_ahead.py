@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from mlxspec import Capture, StaticShapeEngine
 from mlxspec.decoding import Sampling
 from mlxspec.decoding.sampling import noise_key
+from mlxspec.engine.ahead import StepAhead
+from mlxspec.engine.rows import DecodeTile
 from mlxspec.engine.support import model_from_config
 from tests.engine.test_rollout import FAMILIES, KEY, N, engines, plain
 from tests.families.tiny import set_random_weights, tiny_configs, tiny_model
@@ -153,6 +155,45 @@ def test_a_long_block_begins_no_step_and_can_be_rejected_whole(family):
         length = engine.max_verify_block_length
         assert not engine.verify([7] * length, ahead=True).ahead
         engine.reset(start)
+
+
+def test_whether_a_step_is_what_is_asked_for_is_known_without_waiting_for_it():
+    """Else the device would have nothing to do between two steps, and nobody would notice."""
+    chosen_by = DecodeTile([mx.array([[4, 7, 2, 2], [0, 0, 0, 0]])], slice(1, 2), 4)
+    unreadable = DecodeTile([], slice(0, 1), 5)
+    step = StepAhead(5, chosen_by, WHOLE, KEY, unreadable, [])
+    assert step.serves([7], WHOLE, KEY)
+    for block, capture, key in [
+        ([4], WHOLE, KEY),
+        ([7, 7], WHOLE, KEY),
+        ([7], RAW, KEY),
+        ([7], WHOLE, OTHER_KEY),
+        ([7], WHOLE, None),
+    ]:
+        assert not step.serves(block, capture, key)
+    assert not any(isinstance(value, mx.array) for value in vars(step).values() if value is not KEY)
+
+
+@pytest.mark.parametrize("family", ["llama", "mamba2", "lfm2"])
+def test_the_next_step_is_submitted_before_the_one_under_way_is_read(family, monkeypatch):
+    engine, _ = engines(family, (1, 2))
+    engine.reset(0)
+    engine.prefill([1, 2])
+    text, order = [3], []
+    head, submitted = DecodeTile.head.func, engine._submitted_tile
+    monkeypatch.setattr(
+        DecodeTile, "head", property(lambda tile: (order.append(id(tile)), head(tile))[1])
+    )
+    monkeypatch.setattr(
+        engine, "_submitted_tile", lambda *how: (order.append("submit"), submitted(*how))[1]
+    )
+    for _ in range(4):
+        text += engine.verify(text[-1:], ahead=True).argmax
+        order.clear()
+        under_way = id(engine._ahead.tile)
+        text += engine.verify(text[-1:], ahead=True).argmax
+        assert under_way in order
+        assert "submit" in order[: order.index(under_way)]
 
 
 def test_a_step_that_is_not_used_is_counted_as_a_forward():

@@ -1,0 +1,57 @@
+"""Copies of the state are told by memory from temporaries, from chance, and from what is freed."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlxspec.engine.ahead import CopyWatch
+
+MB = 1 << 20
+
+
+def told(*growths):
+    """A watch that was told of steps: ("alone" | "ahead" | "among_others", MB)."""
+    watch = CopyWatch()
+    for kind, growth in growths:
+        getattr(watch, kind)(growth * MB)
+    return watch
+
+
+TWICE = [("alone", 5), ("ahead", 105), ("alone", 5), ("ahead", 105)]
+
+
+def test_copies_seen_twice_are_copies_and_their_size_is_what_temporaries_leave():
+    watch = told(*TWICE)
+    assert watch.copies == 100 * MB
+    assert watch.awaits
+    assert "100 MB more" in watch.note
+
+
+def test_seen_once_the_next_step_waits_and_the_one_after_it_does_not():
+    watch = told(*TWICE[:2])
+    assert (watch.awaits, watch.copies) == (True, 0)
+    watch.alone(5 * MB)
+    assert not watch.awaits
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [("alone", 5), ("ahead", 21), ("alone", 5), ("ahead", 21)],
+        [("alone", 105), *TWICE],
+        [("ahead", 105), ("ahead", 105), ("ahead", 105)],
+        [("alone", 5), ("ahead", 5), ("ahead", 105), ("ahead", 105)],
+        [("alone", 5), ("among_others", 9), ("ahead", 105), ("ahead", 105)],
+        [*TWICE[:2], ("alone", 5), ("ahead", 5), *TWICE[:2]],
+    ],
+    ids=[
+        "cheap",
+        "temporaries",
+        "nothing to compare with",
+        "later steps",
+        "after others",
+        "chance between",
+    ],
+)
+def test_what_is_not_copies_or_cannot_be_known_is_not_put_down_to_them(steps):
+    assert told(*steps).copies == 0

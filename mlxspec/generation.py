@@ -64,7 +64,8 @@ def generate_step(
         A generator of (token id, log-probabilities [vocab] in the model's dtype, whether it was
         drafted). The log-probabilities are lazy: nothing is computed for them unless they are
         used, and until then they keep their tile's logits in memory and belong to the thread
-        that drew them from the generator. Close the generator, or let it end, before you use its
+        that drew them from the generator. Plain steps are submitted one ahead, and what is used
+        of a step is computed after the next. Close the generator, or let it end, before you use its
         engine for something else. Weights changed in place go unnoticed: see `forget_engines`.
 
     Raises:

@@ -46,6 +46,11 @@ class ConstrainedDrafter:
         """Those of the other drafter."""
         return 0 if self._targeted is None else self._targeted.forward_count
 
+    @property
+    def note(self) -> str | None:
+        """That of the other drafter."""
+        return getattr(self._targeted, "note", None)
+
     def certain(self, most: int) -> list[int]:
         """See `ForcingDrafter`."""
         self._lookahead.restart()

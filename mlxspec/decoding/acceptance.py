@@ -277,6 +277,7 @@ class RejectionSampling:
         )
         noise = mx.vmap(lambda key: mx.random.gumbel((scaled.shape[-1],), key=key))(keys)
         tokens = LogitRowScan()(residual + noise).argmax
+        mx.eval(keep, tokens)
         head: tuple[list[bool], list[int]] = (
             keep.tolist(),
             tokens.tolist(),

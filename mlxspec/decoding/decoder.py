@@ -188,7 +188,7 @@ class SpeculativeDecoder:
                     self.engine.reset(cursor)
                 rows, draft, scores = self._verify(anchor, [])
             self._begun = rows.ahead
-            self._drafts.rows_read(begun=begun)
+            self._drafts.rows_read(begun=begun, ahead=rows.ahead)
             self.stats.count_round(self._drafts.tile_width, len(draft), pipelined=begun)
             self._require_number(rows, 0, cursor)
             for token, logprobs in self.acceptance.choices(rows, draft, cursor + 1, scores):
@@ -278,7 +278,7 @@ class SpeculativeDecoder:
         self.stats.forwards += rows.forwards
         self.stats.traces += self.engine.trace_count - traces
         self.stats.compiled = self.engine.compiled
-        self.stats.note = self.engine.note
+        self.stats.note = "; ".join(filter(None, (self.engine.note, self._drafts.note))) or None
         seconds = self._clock() - begin
         waited = min(waited, seconds)
         self.stats.seconds["draft"] += waited

@@ -114,6 +114,11 @@ class Drafts:
             self._stats.draft_forwards += self._forward_count - forwards
 
     @property
+    def note(self) -> str | None:
+        """What the drafter has to say about itself."""
+        return getattr(self._targeted, "note", None)
+
+    @property
     def nothing_follows(self) -> bool:
         """Whether the next round will have no draft, or hardly one: its step may begin unread."""
         if not self._on or self._drafter is None:
@@ -150,11 +155,20 @@ class Drafts:
         self.tile_width = self._tile_width_for(len(draft))
         return draft
 
-    def rows_read(self, *, begun: bool) -> None:
-        """A round's rows have been read; `begun` says whether they were under way before it."""
+    def rows_read(self, *, begun: bool, ahead: bool) -> None:
+        """A round's rows have been read.
+
+        Args:
+            begun: Whether they were under way before it.
+            ahead: Whether the next round's are under way now.
+        """
         now = self._clock()
         since, self._read_at = now - self._read_at, now
-        if not begun:
+        if begun != ahead:
+            # MLX submits no faster than the device works: most of the next step is in the time of
+            # the first round of such a run, and the last has little more than what was left.
+            self._forward_took = None
+        elif not begun:
             self._forward_took = self._stats.seconds["verify"] - self._before.seconds
         elif self._caller_took <= _CALLERS_SHARE * since:
             # The device had this one step to do since the rows before were read.

@@ -39,6 +39,8 @@ _ASSUMED_DRAFT_COST = 0.1
 _SAMPLES, _ENOUGH = 5, 3
 # What was measured this many rounds ago is doubted if costs have moved by this factor since.
 _TRUSTED_FOR, _FAR = 8, 1.3
+# A caller who takes long with every token hides what plain steps cost; so often one is awaited.
+_TOLD_EVERY = 64
 
 
 def prior_acceptance(name: str, evidence: int) -> float:
@@ -164,6 +166,8 @@ class AdaptiveDraftCount:
         self._width_of: WidthOf = lambda drafts: drafts + 1
         self._begun = False
         self._wanted = False
+        # Plain rounds in a row whose time told nothing.
+        self._untold = 0
         self.parked = False
         self._draft_seconds = 0.0
         self._drafted: tuple[_Drafting, int, bool] | None = None
@@ -275,6 +279,8 @@ class AdaptiveDraftCount:
         """
         if usual:
             self._costs.observe(width, seconds)
+        if width == self._plain_width:
+            self._untold = 0 if usual else self._untold + 1
         spent = self._costs.of(width) + self._draft_seconds
         if drafted and self._drafted is not None:
             drafting, evidence, comparable = self._drafted
@@ -315,7 +321,8 @@ class AdaptiveDraftCount:
             and self._trial(drafting.cost(self._plain_cost)) > 0
             for drafting in self._sources.values()
         )
-        return self._wanted or due or self._costs.outdated(self._plain_width)
+        unknown = self._untold >= _TOLD_EVERY or self._costs.outdated(self._plain_width)
+        return self._wanted or due or unknown
 
     def costs(self) -> TileCosts:
         """Seconds of a tile by its width, by all that this text has shown."""

@@ -49,6 +49,12 @@ class Chain:
         """Forwards of all of them."""
         return sum(drafter.forward_count for drafter in self._targeted)
 
+    @property
+    def note(self) -> str | None:
+        """What those that have something to say of themselves say, or None."""
+        notes = (getattr(drafter, "note", None) for drafter in self._targeted)
+        return "; ".join(filter(None, notes)) or None
+
     def propose(self, history: Sequence[int], budget: int) -> Sequence[int] | DeviceDraft:
         """The first proposal that is not empty."""
         proposal: Sequence[int] | DeviceDraft = []

@@ -106,6 +106,12 @@ class DraftModel:
         return self._forwards_elsewhere + (self._engine_forwards if self._engine else 0)
 
     @property
+    def note(self) -> str | None:
+        """What its engine has to say about itself, or None."""
+        note = None if self._engine is None else self._engine.note
+        return note and f"draft model: {note}"
+
+    @property
     def seconds_per_token(self) -> float:
         """What a drafted token takes: measured once per model and device, see `tile_costs`."""
         return self.engine.tile_costs.of(self.engine.tile_widths[0])

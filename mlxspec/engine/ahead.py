@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import mlx.core as mx
 
@@ -10,10 +11,15 @@ from mlxspec.engine.protocol import Capture
 from mlxspec.engine.rows import DecodeTile
 from mlxspec.engine.state.model_state import Checkpoint
 
+# Whether a step was submitted with nothing under way, with another, or unlike the next one.
+Submitted = Literal["alone", "ahead", "incomparable"]
+
 # Copying this many bytes costs about what a wait between two steps does.
 _CHEAP_TO_COPY = 16 << 20
 # So often in a row memory has to have grown before it is put down to copies.
 _ENOUGH = 2
+# Copies take as many bytes as the state; temporaries may differ a little.
+_LARGEST = 1.5
 
 
 @dataclass(frozen=True)
@@ -67,8 +73,9 @@ class CopyWatch:
     one step are done before the next step's write is dispatched (measured down to models of one
     layer). On a GPU, by MLX's source, a command buffer that has not completed may hold all that
     it reads. So what memory grows by when a step is submitted with nothing under way, which is
-    its temporaries, is compared with what it grows by when the next one is. Of later ones nothing
-    can be said: copies that they no longer need go while others come.
+    its temporaries, is compared with what it grows by when the next one is. The growth of later
+    ones tells nothing: each frees its predecessor's copies while it makes its own. Memory is the
+    whole process's, and so nothing is put down to copies that is larger than they could be.
 
     Attributes:
         copies: How many bytes more it grew by, once that was dear and was seen again; else 0.
@@ -76,7 +83,7 @@ class CopyWatch:
 
     def __init__(self) -> None:
         self._alone: int | None = None
-        self._follows_alone = self._doubts = False
+        self._doubts = False
         self._seen = 0
         self.copies = 0
 
@@ -86,23 +93,22 @@ class CopyWatch:
         return self._doubts or self.copies > 0
 
     def alone(self, growth: int) -> None:
-        """Memory grew by so many bytes when a step was submitted with nothing under way."""
-        self._alone = max(growth, self._alone or 0)
-        self._follows_alone, self._doubts = True, False
+        """The engine submitted a step with nothing under way, and memory grew by so many bytes."""
+        self._alone, self._doubts = growth, False
 
-    def among_others(self, _growth: int) -> None:
-        """It grew when a step was submitted that nothing is to be compared with."""
-        self._follows_alone = False
+    def incomparable(self) -> None:
+        """A step was submitted whose growth tells nothing of the next one's."""
+        self._alone = None
 
-    def ahead(self, growth: int) -> None:
-        """Memory grew by so many bytes when a step was submitted with another under way."""
-        if self._alone is None or not self._follows_alone:
+    def ahead(self, growth: int, state: int) -> None:
+        """It submitted one with another under way; the state has so many bytes."""
+        if self._alone is None:
             return
-        self._follows_alone = False
-        self._doubts = growth - self._alone > _CHEAP_TO_COPY
+        more, self._alone = growth - self._alone, None
+        self._doubts = _CHEAP_TO_COPY < more <= _LARGEST * state
         self._seen = self._seen + 1 if self._doubts else 0
         if self._seen >= _ENOUGH:
-            self.copies = growth - self._alone
+            self.copies = more
 
     @property
     def note(self) -> str:

@@ -35,7 +35,7 @@ class DecodeTile:
 
     @property
     def choice(self) -> int:
-        """The argmax of the last row; read from the device."""
+        """The argmax of the block's last row; read from the device."""
         return self.head[0][self.rows.stop - 1]
 
     @property

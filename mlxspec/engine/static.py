@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxspec.engine.ahead import CopyWatch, StepAhead
+from mlxspec.engine.ahead import CopyWatch, StepAhead, Submitted
 from mlxspec.engine.costs import TileCosts
 from mlxspec.engine.placement import Placement, checked_tile_widths, prefill_ladder, tile_placement
 from mlxspec.engine.protocol import Capture, ProgressCallback, VerifyRows
@@ -383,8 +383,8 @@ class StaticShapeEngine(OneSequence):
         With `ahead`, the step after a block of one token is submitted too, from the row's choice
         on the device, while the host has yet to read it. A call that asks for just that step
         finds it under way; any other call discards it. There is none, and `VerifyRows.ahead` is
-        False, after longer blocks, at the end of a span or of the context, and once steps were
-        seen to copy the state.
+        False, after longer blocks, at the end of a span or of the context, where quantisation
+        begins, after a row that is no number, and where steps seem to copy the state.
 
         Args:
             block: The anchor, then the drafts.
@@ -422,7 +422,7 @@ class StaticShapeEngine(OneSequence):
                     if not self._place.reaches(before, self._state.position):
                         # Wider tiles than are left would feed again what is behind the cursor.
                         self._bring_state_to_cursor()
-                    with self._memory_watched(self._watch.alone if ahead else None):
+                    with self._memory_watched("alone" if ahead else "incomparable"):
                         tiles = self._verify_tiles(capture, noise_key)
                         if ahead:
                             self._submit(tiles[-1].outputs)
@@ -453,7 +453,7 @@ class StaticShapeEngine(OneSequence):
         """Extend the history by `tokens`, then choose tokens one after the other on the device.
 
         Each chosen token is fed to the next step without being read by the host, nor awaited, but
-        where that was seen to copy the state. The history ends with `tokens`; `keep` then takes
+        where that seems to copy the state. The history ends with `tokens`; `keep` then takes
         over what of the rollout turned out right.
 
         Args:
@@ -503,7 +503,8 @@ class StaticShapeEngine(OneSequence):
                 )
             if rollout is None:
                 return
-            ids = rollout.ids(count)
+            with self._emptied_on_device_failure():
+                ids = rollout.ids(count)
             self._forget_unread()
             cursor = self._cursor + count
             self._history += ids
@@ -723,7 +724,7 @@ class StaticShapeEngine(OneSequence):
                 # The state arrives there, and no later step has to feed these tokens again.
                 stop = start + full[-1]
             only = not tiles and stop == after
-            with self._memory_watched(self._watch.alone if only else self._watch.among_others):
+            with self._memory_watched("alone" if only else "incomparable"):
                 tiles.append(self._submitted_tile(position, stop, capture, noise_key))
             position = stop
         steps: list[RolloutStep] = []
@@ -738,7 +739,7 @@ class StaticShapeEngine(OneSequence):
             if alone:
                 self._evaluate([[steps[-1].head]])
             self._unread.append(steps[-1].token)
-            with self._memory_watched(self._watch.alone if alone else self._watch.ahead):
+            with self._memory_watched("alone" if alone else "ahead"):
                 tiles.append(self._submitted_tile(position, position + 1, capture, noise_key))
             position += 1
         self._forward_count += len(tiles)
@@ -761,7 +762,7 @@ class StaticShapeEngine(OneSequence):
         ):
             return
         self._unread = [tile.outputs[0][0, tile.rows.stop - 1 : tile.rows.stop]]
-        with self._memory_watched(self._watch.ahead):
+        with self._memory_watched("ahead"):
             step = self._submitted_tile(position, position + 1, capture, noise_key)
             past = [c for c in state.checkpoints if c.position > position]
             # The token needs them not, and another thread cannot compute them.
@@ -781,14 +782,25 @@ class StaticShapeEngine(OneSequence):
         return ahead
 
     @contextmanager
-    def _memory_watched(self, tell: Callable[[int], None] | None) -> Iterator[None]:
-        """Tell by how much MLX's memory grows inside the block, unless the state itself grows."""
-        before, capacity = mx.get_active_memory(), self._state.capacity
+    def _memory_watched(self, kind: Submitted) -> Iterator[None]:
+        """Tell the watch by how much MLX's memory grows inside the block, until it has seen enough.
+
+        Where the state itself grows there, nothing can be told.
+        """
+        watch, state = self._watch, self._state
+        self._forget_unread()
+        before, capacity = mx.get_active_memory(), state.capacity
         yield
-        if tell is None or self._watch.copies or self._state.capacity != capacity:
+        growth = mx.get_active_memory() - before
+        if watch.copies:
             return
-        tell(mx.get_active_memory() - before)
-        if self._watch.copies:
+        if kind == "incomparable" or state.capacity != capacity:
+            watch.incomparable()
+        elif kind == "alone":
+            watch.alone(growth)
+        else:
+            watch.ahead(growth, sum(array.nbytes for array in state.slots))
+        if watch.copies:
             self.note = "; ".join(filter(None, (self.note, self._watch.note)))
 
     def _forget_unread(self) -> None:

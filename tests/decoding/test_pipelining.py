@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -140,9 +142,11 @@ class Pipelined(ScriptedEngine):
     steps_ahead = True
     takes_device_drafts = False
 
-    def __init__(self, *how, host=0.0, **more):
+    def __init__(self, *how, host=0.0, left=math.inf, **more):
         super().__init__(*how, **more)
         self.host = host
+        # A device takes no more: who submits waits until so many seconds of work are left.
+        self.left = left
         self.now = self.free_at = 0.0
         self.begun: list[int] | None = None
         self.unused = 0
@@ -160,6 +164,7 @@ class Pipelined(ScriptedEngine):
         width = next(w for w in self.tile_widths if w >= rows)
         self.now += self.host
         self.free_at = max(self.now, self.free_at) + self.tile_costs.of(width)
+        self.now = max(self.now, self.free_at - self.left)
         return self.free_at
 
     def verify(self, block, capture, noise_key=None, drafted=None, ahead=False):
@@ -187,6 +192,22 @@ def test_a_step_that_went_on_while_the_caller_was_busy_costs_what_it_costs(slow,
     if slow < 0.05:
         # The host works while the device does.
         assert engine.learnt.of(1) == pytest.approx(1.0, rel=0.02)
+
+
+@pytest.mark.parametrize("left", [0.05, 0.3, 0.9])
+@pytest.mark.parametrize("slow", [0.0, 0.03, 0.5, 2.5])
+def test_a_step_costs_no_more_where_the_next_one_is_not_taken_before_it_is_nearly_done(slow, left):
+    """The first step of a run has then the second one's time in it, and the last one hardly any."""
+    engine = Pipelined(SCRIPT, 100, left=left)
+    seen = []
+    engine.learn_tile_costs = lambda costs: seen.append(costs.of(1))
+    for length in range(4, 60, 3):
+        decoder = SpeculativeDecoder(engine, Costly(engine), ADAPTIVE, clock=lambda: engine.now)
+        for _ in decoder.generate(SCRIPT[:10], max_tokens=length):
+            engine.now += slow
+        engine.reset(0)
+    assert decoder.stats.pipelined_rounds > 20
+    assert seen == pytest.approx([1.0] * len(seen), rel=0.03)
 
 
 def test_a_step_that_costs_more_than_it_did_is_measured_though_the_caller_is_slow():
@@ -278,3 +299,18 @@ def test_a_lookup_that_finds_something_after_long_silence_drafts_one_step_later(
     first = next(i for i, e in enumerate(emissions) if e.from_draft)
     assert first == silence + 1
     assert engine.unused == 0
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_what_a_draft_models_engine_has_to_say_is_in_every_response(chained):
+    """Such as that its steps are awaited."""
+    model = DraftModel(tiny_model("llama"), tile_widths=(1, 2))
+    drafter = Chain(PromptLookup(), model) if chained else model
+    decoder = SpeculativeDecoder(engine_of("llama"), drafter, SpeculativeDecodingOptions(3))
+    decoder.engine.note = "first"
+    model.engine.note = "every step is awaited"
+    list(decoder.generate(prompt_of(5), max_tokens=8))
+    assert decoder.stats.note == "first; draft model: every step is awaited"
+    decoder.engine.note = model.engine.note = None
+    list(decoder.generate(prompt_of(5), max_tokens=8))
+    assert decoder.stats.note is None

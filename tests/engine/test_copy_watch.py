@@ -9,11 +9,17 @@ from mlxspec.engine.ahead import CopyWatch
 MB = 1 << 20
 
 
-def told(*growths):
-    """A watch that was told of steps: ("alone" | "ahead" | "among_others", MB)."""
+def told(*growths, state=100):
+    """A watch that was told of steps: ("alone" | "ahead" | "incomparable", MB)."""
     watch = CopyWatch()
     for kind, growth in growths:
-        getattr(watch, kind)(growth * MB)
+        match kind:
+            case "alone":
+                watch.alone(growth * MB)
+            case "ahead":
+                watch.ahead(growth * MB, state * MB)
+            case "incomparable":
+                watch.incomparable()
     return watch
 
 
@@ -34,15 +40,20 @@ def test_seen_once_the_next_step_waits_and_the_one_after_it_does_not():
     assert not watch.awaits
 
 
+def test_what_an_earlier_step_took_hides_nothing():
+    assert told(("alone", 500), *TWICE).copies == 100 * MB
+
+
 @pytest.mark.parametrize(
     "steps",
     [
         [("alone", 5), ("ahead", 21), ("alone", 5), ("ahead", 21)],
-        [("alone", 105), *TWICE],
+        [("alone", 105), ("ahead", 105), ("alone", 105), ("ahead", 105)],
         [("ahead", 105), ("ahead", 105), ("ahead", 105)],
         [("alone", 5), ("ahead", 5), ("ahead", 105), ("ahead", 105)],
-        [("alone", 5), ("among_others", 9), ("ahead", 105), ("ahead", 105)],
+        [("alone", 5), ("incomparable", 0), ("ahead", 105), ("ahead", 105)],
         [*TWICE[:2], ("alone", 5), ("ahead", 5), *TWICE[:2]],
+        [("alone", 5), ("ahead", 165), ("alone", 5), ("ahead", 165)],
     ],
     ids=[
         "cheap",
@@ -51,6 +62,7 @@ def test_seen_once_the_next_step_waits_and_the_one_after_it_does_not():
         "later steps",
         "after others",
         "chance between",
+        "another thread's",
     ],
 )
 def test_what_is_not_copies_or_cannot_be_known_is_not_put_down_to_them(steps):

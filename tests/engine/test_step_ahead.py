@@ -162,6 +162,8 @@ def test_whether_a_step_is_what_is_asked_for_is_known_without_waiting_for_it():
     chosen_by = DecodeTile([mx.array([[4, 7, 2, 2], [0, 0, 0, 0]])], slice(1, 2), 4)
     unreadable = DecodeTile([], slice(0, 1), 5)
     step = StepAhead(5, chosen_by, WHOLE, KEY, unreadable, [])
+    assert chosen_by.choice == 7
+    chosen_by.outputs.clear()
     assert step.serves([7], WHOLE, KEY)
     for block, capture, key in [
         ([4], WHOLE, KEY),

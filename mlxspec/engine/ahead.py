@@ -92,6 +92,11 @@ class CopyWatch:
         """Whether the next step shall wait: for good, or to be the first of two once more."""
         return self._doubts or self.copies > 0
 
+    @property
+    def compares(self) -> bool:
+        """Whether the growth of a step submitted ahead tells something now."""
+        return self._alone is not None
+
     def alone(self, growth: int) -> None:
         """The engine submitted a step with nothing under way, and memory grew by so many bytes."""
         self._alone, self._doubts = growth, False

@@ -798,10 +798,10 @@ class StaticShapeEngine(OneSequence):
             watch.incomparable()
         elif kind == "alone":
             watch.alone(growth)
-        else:
+        elif watch.compares:
             watch.ahead(growth, sum(array.nbytes for array in state.slots))
         if watch.copies:
-            self.note = "; ".join(filter(None, (self.note, self._watch.note)))
+            self.note = "; ".join(filter(None, (self.note, watch.note)))
 
     def _forget_unread(self) -> None:
         """What was submitted unread is rejected, but for what was kept; what it wrote is known."""

@@ -6,10 +6,11 @@ import json
 from dataclasses import replace
 
 import mlx.core as mx
+import pytest
 
 from mlxspec import StaticShapeEngine
 from mlxspec.engine.exactness import best_class, width_classes
-from mlxspec.engine.measurements import measured_in
+from mlxspec.engine.measurements import measured_in, remember, remembered
 from tests.families.tiny import tiny_model
 
 
@@ -40,6 +41,29 @@ def test_measurements_are_kept_apart_by_all_that_chooses_kernels():
     wide, narrow = (tiny_model("llama") for _ in range(2))
     wide.args.num_attention_heads = 8
     assert measured_in(wide) != measured_in(narrow)
+
+
+STALE = {
+    "another mlx": ("mlxspec.engine.measurements.version", lambda package: f"{package} 0"),
+    "another measurement": ("mlxspec.engine.measurements._MEASUREMENT", -1),
+    "another device": ("mlx.core.default_device", lambda: "Device(tpu, 0)"),
+    "another chip": ("mlx.core.device_info", lambda: {"device_name": "M9"}),
+    "another system": ("platform.release", lambda: "99.0"),
+    "another machine": ("platform.machine", lambda: "riscv"),
+}
+
+
+@pytest.mark.parametrize("what", [*STALE, "another library"])
+def test_what_was_measured_in_other_circumstances_is_measured_again(monkeypatch, tmp_path, what):
+    monkeypatch.setattr("mlxspec.engine.measurements.cache_dir", lambda: tmp_path)
+    model = tiny_model("llama")
+    remember(measured_in(model), {"answer": 1})
+    assert remembered(measured_in(model), lambda stored: stored["answer"]) == 1
+    if what in STALE:
+        monkeypatch.setattr(*STALE[what])
+    else:
+        monkeypatch.setenv("LD_PRELOAD", "libother.so")
+    assert remembered(measured_in(model), lambda stored: stored["answer"]) is None
 
 
 def test_no_width_is_used_that_was_not_measured():

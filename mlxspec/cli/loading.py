@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mlxspec.cli.exits import UsageError
+from mlxspec.cli.exits import UsageError, warn
 from mlxspec.errors import MlxspecError, ModelNotFound, UnsupportedModel
 
 
@@ -41,7 +41,7 @@ def load_for(
         MlxspecError: No such model, one that the engine cannot take, options that the model does
             not go with, or a draft model of another vocabulary.
     """
-    from mlxspec.engine.support import default_context_length
+    from mlxspec.engine.support import declared_context_length, default_context_length
     from mlxspec.models import resolve
     from mlxspec.models.vocabulary import require_same_tokens
 
@@ -63,6 +63,13 @@ def load_for(
     context_length = args.max_context_length or default_context_length(
         model, _widest_tile(model, args)
     )
+    declared = declared_context_length(model)
+    if declared and context_length > declared:
+        warn(
+            "mlxspec",
+            f"--max-context-length: the model's config declares {declared} tokens, got "
+            f"{context_length}; past what it was made for a model may write nonsense",
+        )
     return Loaded(model, tokenizer, context_length, draft_model)
 
 

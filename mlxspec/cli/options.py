@@ -20,8 +20,8 @@ from mlxspec.cli.values import (
     one_of,
     plain_text,
     real_number,
+    schema,
     stop_text,
-    text_file,
     truth,
     whole_number,
     widths,
@@ -218,10 +218,10 @@ def add_constraint_options(parser: ArgumentParser) -> None:
     )
     group.add_argument(
         "--json-schema",
-        type=text_file,
+        type=schema,
         metavar="FILE",
-        help="a JSON schema that the output satisfies, laid out in one line, properties in the "
-        "schema's order",
+        help="a JSON schema that the output satisfies, or a file of one; the output is laid out in "
+        "one line, properties in the schema's order",
     )
     group.add_argument(
         "--regex",

@@ -8,6 +8,7 @@ by name, rolls back, and allows a forced text in the tokenizer's own tokens alon
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from functools import cache
 from threading import Lock
@@ -26,6 +27,8 @@ from mlxspec.numbers import whole_number
 _LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # What llguidance's error begins with where no token may follow.
 _NOTHING_FOLLOWS = "NoExtensionBias"
+# A regular expression that is none, with marks below the place.
+_MARKED = re.compile(r"regex parse error:\n {4}(.*)\n {4}( *)(\^+)\nerror: (.*)")
 # How many forced bytes are followed to see whether a grammar has any text at all.
 _LONGEST_PROOF = 256
 
@@ -301,7 +304,12 @@ def _dumped(schema: Any) -> str:
 def _reason(message: str) -> str:
     """A message of llguidance without the dump of its state and the grammar it wraps a regex in."""
     text = message.partition("\n<state>")[0].partition("\n   1 | start: ")[0]
-    return text.rpartition(" (in regex): ")[2].strip()
+    text = text.rpartition(" (in regex): ")[2].strip()
+    if (marked := _MARKED.fullmatch(text)) is None:
+        return text
+    pattern, before, marks, error = marked.groups()
+    place = pattern[len(before) : len(before) + len(marks)]
+    return f"{error}, at {place!r}, character {len(before) + 1} of {_cut(pattern)}"
 
 
 def _cut(text: str) -> str:

@@ -24,8 +24,10 @@ from mlxspec.engine.protocol import SpeculativeEngine
 from mlxspec.engine.tokens import TokenView
 
 # So many rounds in a row without a draft, and the next plain step is submitted unread. Each such
-# step can save a wait for the host; a draft that begins meanwhile begins a whole step too late.
-_QUIET = 24
+# step saves a wait for the host, about a fourteenth of a step where it was measured; a draft that
+# begins meanwhile begins a step too late. To wait until what was lost is one step is at most
+# twice as bad as to know beforehand.
+_QUIET = 14
 # The time from one reading to the next is a step's, if the caller had at most so much of it.
 _CALLERS_SHARE = 0.05
 

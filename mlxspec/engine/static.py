@@ -411,7 +411,7 @@ class StaticShapeEngine(OneSequence):
             single = not count and len(ids) == 1
             ahead = ahead and single
             begun = self._begun(ids, capture, noise_key) if single else None
-            with self._extended_history(ids):
+            with self._extended_history(ids), self._state.doubted_on_failure():
                 if drafted is not None and count:
                     # An id outside would be refused too late: MLX reads past a table unasked.
                     self._unread = [mx.clip(drafted.astype(mx.int32), 0, self._vocab_size - 1)]
@@ -478,7 +478,7 @@ class StaticShapeEngine(OneSequence):
             if not 1 <= count <= limit:
                 raise ValueError(f"roll_out: expected 1 to {limit} tokens to choose, got {count}")
             before = self._cursor
-            with self._extended_history(ids):
+            with self._extended_history(ids), self._state.doubted_on_failure():
                 rollout = self._rolled_out(count, capture, noise_key, go_on)
             self._state.settle(before)
             self._rollout = rollout

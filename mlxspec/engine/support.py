@@ -219,7 +219,9 @@ def default_context_length(model: nn.Module, widest_tile: int) -> int:
         widest_tile: Rows of the widest decode tile; a position table must have room for padding.
     """
     limit = context_limit(model, widest_tile)
-    return limit if limit is not None else _declared_context(model) or _FALLBACK_CONTEXT_LENGTH
+    if limit is not None:
+        return limit
+    return declared_context_length(model) or _FALLBACK_CONTEXT_LENGTH
 
 
 def checked_context_length(asked: int | None, model: nn.Module, widest_tile: int) -> int:
@@ -246,7 +248,7 @@ def context_limit(model: nn.Module, widest_tile: int) -> int | None:
     return None if field is None else getattr(model.args, field) - widest_tile
 
 
-def _declared_context(model: nn.Module) -> int | None:
+def declared_context_length(model: nn.Module) -> int | None:
     """What the config says, or the model's arguments where nobody has read its config."""
     args = getattr(model, "args", None)
     remembered: int | None = model.__dict__.get(_CONTEXT_ATTRIBUTE)

@@ -48,6 +48,13 @@ def test_the_text_is_json_of_the_schema_with_and_without_drafts(
     assert drafted.text == plain.text
 
 
+def test_a_schema_may_stand_on_the_command_line(generate: Run, schema_file: Path):
+    from_file = generate("--json-schema", schema_file, "-m", 300)
+    inline = generate("--json-schema", schema_file.read_text(), "-m", 300)
+    assert inline.code == 0
+    assert inline.text == from_file.text
+
+
 def test_forced_tokens_are_drafted_without_a_drafter_and_counted(generate: Run, schema_file: Path):
     plain = generate("--json-schema", schema_file, *PLAIN)
     drafted = generate("--json-schema", schema_file)
@@ -138,14 +145,19 @@ def test_a_bad_schema_is_refused_before_a_model_is_looked_for(
     assert outcome.err.startswith(f"mlxspec generate: error: --json-schema {path}: ")
     assert reason in outcome.err
     assert outcome.err.count("\n") == 1
+    if text.startswith("{"):
+        inline = generate("--json-schema", text)
+        assert inline.code == 2
+        assert inline.err == outcome.err.replace(str(path), "{...}")
 
 
 @pytest.mark.parametrize(
     ("pattern", "reason"),
     [
-        ("(yes|no", "--regex: regex parse error: (yes|no ^ error: unclosed group"),
+        ("(yes|no", "--regex: unclosed group, at '(', character 1 of (yes|no"),
+        ("é[a-", "--regex: unclosed character class, at '[', character 2 of é[a-"),
         (r"[^\s\S]", "--regex: no text satisfies it"),
-        (r"(a)\1", "error: backreferences are not supported"),
+        (r"(a)\1", r"--regex: backreferences are not supported, at '\\1', character 4 of (a)\1"),
     ],
 )
 @pytest.mark.usefixtures("_no_model")

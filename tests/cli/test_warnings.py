@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -99,3 +100,11 @@ def test_options_that_do_something_or_ask_for_nothing_are_not_named(
     options: list[str], generate: Run
 ) -> None:
     assert generate("--max-tokens=1", *options).err == ""
+
+
+def test_a_context_longer_than_the_model_declares_is_warned_of(generate: Run, story_model: Path):
+    declared = json.loads((story_model / "config.json").read_text())["max_position_embeddings"]
+    for length, warned in ((declared, False), (declared + 1, True)):
+        outcome = generate("-m", 2, "--max-context-length", length)
+        assert outcome.code == 0
+        assert (f"declares {declared} tokens, got {length}" in outcome.err) is warned

@@ -56,6 +56,9 @@ class ImaginedLayout:
     def grow(self, slots: list[Any], capacity: int) -> None:
         pass
 
+    def clear(self, slots: list[Any], begin: int, end: int) -> None:
+        slots[:] = [layer.written(begin, [_PADDING] * (end - begin)) for layer in slots]
+
     def ring_slots(self, slots: list[Any]) -> dict[int, Any]:
         return dict(list(enumerate(slots))[1:])
 

@@ -214,16 +214,31 @@ class ModelState:
         try:
             yield
         except BaseException:
+            written = self.high_water
             if self.layout is not layout:
                 self.layout, self.slots = layout, self._before_conversion
-            for index, array in rings.items():
-                self.slots[index] = array
-            self.checkpoints, self.pinned = checkpoints, pinned
-            self.high_water, self.reached = high_water, reached
-            self.layout.grow(self.slots, self.capacity)
+            try:
+                if written > cursor:
+                    # Nobody has read whether it is numbers.
+                    self.layout.clear(self.slots, cursor, written)
+            finally:
+                for index, array in rings.items():
+                    self.slots[index] = array
+                self.checkpoints, self.pinned = checkpoints, pinned
+                self.high_water, self.reached = high_water, reached
+                self.layout.grow(self.slots, self.capacity)
             raise
         finally:
             self._undoable, self._before_conversion = False, []
+
+    @contextmanager
+    def doubted_on_failure(self) -> Iterator[None]:
+        """Where a call fails inside, nobody has read whether what it wrote is numbers."""
+        try:
+            yield
+        except BaseException:
+            self.non_finite_until = max(self.non_finite_until, self.high_water)
+            raise
 
     def _first_checkpoint(self) -> Checkpoint:
         arrays = self._first.zero_recurrent()

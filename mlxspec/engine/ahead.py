@@ -16,8 +16,9 @@ Submitted = Literal["alone", "ahead", "incomparable"]
 
 # Copying this many bytes costs about what a wait between two steps does.
 _CHEAP_TO_COPY = 16 << 20
-# So often in a row memory has to have grown before it is put down to copies.
-_ENOUGH = 2
+# So often in a row memory has to have grown before it is put down to copies: on a busy machine
+# chance alone does it now and then, as temporaries are freed while the host looks elsewhere.
+_ENOUGH = 3
 # Copies take as many bytes as the state; temporaries may differ a little.
 _LARGEST = 1.5
 
@@ -78,7 +79,7 @@ class CopyWatch:
     whole process's, and so nothing is put down to copies that is larger than they could be.
 
     Attributes:
-        copies: How many bytes more it grew by, once that was dear and was seen again; else 0.
+        copies: How many bytes more it grew by, once that was dear and was seen again and again; else 0.
     """
 
     def __init__(self) -> None:

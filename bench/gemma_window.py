@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ import mlxspec
 from bench.common import RESULTS, ROOT
 from mlxspec import Drafter, PromptLookup, SpeculationStats
 from mlxspec.benchmark import markdown_table, provenance, write_json
+from mlxspec.verification.drafters import Oracle
 
 TEXT = ROOT / "bench" / "texts" / "gemma_window.txt"
 WINDOW = 512
@@ -34,23 +34,6 @@ MLX_LM_DRAFT_TOKENS = 3
 DRAFT_BITS = 3
 EXCERPT = 24
 DRAFTERS = ("lookup", "oracle")
-
-
-@dataclass(frozen=True)
-class Oracle:
-    """A drafter that knows the whole text, prompt and answer."""
-
-    text: Sequence[int]
-
-    def propose(self, history: Sequence[int], budget: int) -> Sequence[int]:
-        """What follows."""
-        return self.text[len(history) : len(history) + budget]
-
-    def commit(self, length: int) -> None:
-        """Nothing is remembered."""
-
-    def reset(self) -> None:
-        """Nothing is remembered."""
 
 
 def main() -> None:
@@ -164,7 +147,10 @@ def _mlxspec(
         if at is None
         else (rows[at][plain[at]] - rows[at][mlx_lm_plain[at]]).item(),
     }
-    drafters: dict[str, Drafter] = {"lookup": PromptLookup(), "oracle": Oracle(prompt + plain)}
+    drafters: dict[str, Drafter] = {
+        "lookup": PromptLookup(),
+        "oracle": Oracle(prompt + plain, lambda index, token: token),
+    }
     for name, drafter in drafters.items():
         found[name] = _drafted(model, prompt, drafter, plain)
         print(f"{len(prompt)} tokens, mlxspec {name}: {found[name]}", flush=True)

@@ -27,8 +27,13 @@ from mlxspec.numbers import whole_number
 _LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # What llguidance's error begins with where no token may follow.
 _NOTHING_FOLLOWS = "NoExtensionBias"
-# A regular expression that is none, with marks below the place.
-_MARKED = re.compile(r"regex parse error:\n {4}(.*)\n {4}( *)(\^+)\nerror: (.*)")
+# A regular expression that is none, with marks below the place, or below two.
+_MARKED = re.compile(r"regex parse error:\n {4}(.*)\n {4}( *)\^[ ^]*\nerror: (.*)")
+# What llguidance takes for something else: it writes the expression into one line between slashes.
+_ENDS_IN_ESCAPE = re.compile(r"(?:[^\\]|\\.)*\\", re.DOTALL)
+_TURNS_ON_VERBOSE = re.compile(
+    r"(?:[^\\]|\\.)*?\(\?[a-zA-Z]*x[a-zA-Z]*(?:-[a-zA-Z]+)?[:)]", re.DOTALL
+)
 # How many forced bytes are followed to see whether a grammar has any text at all.
 _LONGEST_PROOF = 256
 
@@ -88,7 +93,7 @@ class Grammar:
 
         Args:
             pattern: In the syntax of Rust's `regex` crate: as Python's, without look-around,
-                back-references and word boundaries.
+                back-references, word boundaries and verbose mode.
 
         Raises:
             GrammarError: It is no regular expression, no text matches it, or it says something
@@ -98,6 +103,12 @@ class Grammar:
             require_text("regex", pattern)
         except ValueError as problem:
             raise GrammarError(str(problem)) from None
+        if _ENDS_IN_ESCAPE.fullmatch(pattern):
+            raise GrammarError("regex: it ends in a backslash that escapes nothing")
+        if _TURNS_ON_VERBOSE.match(pattern):
+            raise GrammarError(
+                "regex: verbose mode, (?x), is not supported; leave out blanks and comments"
+            )
         return cls(f"regex {pattern!r}", "regex", LLMatcher.grammar_from_regex(pattern))
 
     def __repr__(self) -> str:
@@ -307,9 +318,9 @@ def _reason(message: str) -> str:
     text = text.rpartition(" (in regex): ")[2].strip()
     if (marked := _MARKED.fullmatch(text)) is None:
         return text
-    pattern, before, marks, error = marked.groups()
-    place = pattern[len(before) : len(before) + len(marks)]
-    return f"{error}, at {place!r}, character {len(before) + 1} of {_cut(pattern)}"
+    pattern, before, error = marked.groups()
+    place = pattern[len(before) :]
+    return f"{error}, at {_cut(place)!r}" if place else f"{error}, at its end"
 
 
 def _cut(text: str) -> str:

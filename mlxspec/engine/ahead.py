@@ -79,7 +79,7 @@ class CopyWatch:
     whole process's, and so nothing is put down to copies that is larger than they could be.
 
     Attributes:
-        copies: How many bytes more it grew by, once that was dear and was seen again and again; else 0.
+        copies: How many bytes more it grew by, once that was dear and seen often enough; else 0.
     """
 
     def __init__(self) -> None:

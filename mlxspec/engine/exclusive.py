@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,32 +21,54 @@ class Exclusive:
     def __init__(self, what: str = "this engine", advice: str = _ADVICE) -> None:
         self._what = what
         self._advice = advice
-        self._call = threading.Lock()
-        self._sequence = threading.Lock()
+        self._call = _Place()
+        self._sequence = _Place()
         self.call_count = 0
 
     @contextmanager
     def call(self, name: str) -> Iterator[None]:
         """Run one state-changing call; another one at the same time raises `EngineBusy`."""
-        if not self._call.acquire(blocking=False):
-            raise EngineBusy(f"{name}: another thread is inside {self._what}; {self._advice}")
-        self.call_count += 1
-        try:
+        with self._call.taken(f"{name}: another thread is inside {self._what}; {self._advice}"):
+            self.call_count += 1
             yield
-        finally:
-            self._call.release()
 
     @contextmanager
     def lease(self) -> Iterator[None]:
         """Hold the sequence from the first to the last token of a generation."""
-        if not self._sequence.acquire(blocking=False):
-            raise EngineBusy(f"{self._what} is generating for somebody else; {self._advice}")
-        try:
+        busy = f"{self._what} is generating for somebody else; {self._advice}"
+        with self._sequence.taken(busy):
             yield
-        finally:
-            self._sequence.release()
 
     @property
     def leased(self) -> bool:
         """Whether somebody holds the sequence now."""
-        return self._sequence.locked()
+        return self._sequence.is_taken
+
+
+class _Place:
+    """Room for one, which Ctrl-C cannot leave taken by nobody.
+
+    Of a lock one does not know, where Ctrl-C arrives as it is acquired, whether it was. Here the
+    taker is known by name. Both steps are single operations of a dictionary, and where the place
+    is given up nothing is called: CPython looks for signals after calls.
+    """
+
+    def __init__(self) -> None:
+        self._taker: dict[None, object] = {}
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether somebody is there now."""
+        return None in self._taker
+
+    @contextmanager
+    def taken(self, busy: str) -> Iterator[None]:
+        """Be there inside the block, or raise `EngineBusy`, which says `busy`."""
+        taker, me = self._taker, object()
+        try:
+            if taker.setdefault(None, me) is not me:
+                raise EngineBusy(busy)
+            yield
+        finally:
+            if None in taker and taker[None] is me:
+                del taker[None]

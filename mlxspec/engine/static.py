@@ -410,8 +410,8 @@ class StaticShapeEngine(OneSequence):
             before = self._cursor
             single = not count and len(ids) == 1
             ahead = ahead and single
-            begun = self._begun(ids, capture, noise_key) if single else None
             with self._extended_history(ids), self._state.doubted_on_failure():
+                begun = self._begun(ids, capture, noise_key) if single else None
                 if drafted is not None and count:
                     # An id outside would be refused too late: MLX reads past a table unasked.
                     self._unread = [mx.clip(drafted.astype(mx.int32), 0, self._vocab_size - 1)]

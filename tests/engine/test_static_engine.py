@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import random
+import signal
 import threading
 
 import mlx.core as mx
@@ -11,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxspec import Capture, EngineBusy, StaticShapeEngine
+from mlxspec.engine.exclusive import Exclusive
 from mlxspec.engine.spans import SpanRule
 from tests.families.tiny import tiny_model
 
@@ -348,6 +351,27 @@ def test_an_engine_works_from_another_thread_and_traces_again_there(model):
     assert results[0] == expected
     assert engine.trace_count == traces + 1
     assert results[1] is not False
+
+
+def test_ctrl_c_at_any_moment_leaves_nobody_inside():
+    exclusive = Exclusive()
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    interrupted, moment = 0, random.Random(0)
+    try:
+        while interrupted < 2000:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, moment.uniform(5e-6, 5e-5))
+                while True:
+                    with exclusive.lease(), exclusive.call("verify"):
+                        pass
+            except KeyboardInterrupt:
+                interrupted += 1
+            assert not exclusive.leased
+            with exclusive.lease(), exclusive.call("verify"):
+                pass
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_two_threads_at_once_are_told_and_nothing_is_mixed(model):

@@ -56,8 +56,10 @@ class ImaginedLayout:
     def grow(self, slots: list[Any], capacity: int) -> None:
         pass
 
-    def clear(self, slots: list[Any], begin: int, end: int) -> None:
-        slots[:] = [layer.written(begin, [_PADDING] * (end - begin)) for layer in slots]
+    def clear(self, slots: list[Any], begin: int, end: int, high_water: int) -> None:
+        for index, layer in enumerate(slots):
+            held = min(end, max(high_water, layer.depth))
+            slots[index] = layer.written(begin, [_PADDING] * (held - begin))
 
     def ring_slots(self, slots: list[Any]) -> dict[int, Any]:
         return dict(list(enumerate(slots))[1:])

@@ -86,7 +86,7 @@ def put_image(state: ModelState, image: StateImage) -> None:
     state.slots = []
     state.checkpoints = list(image.checkpoints) or state.checkpoints
     state.pinned, state.reached = image.pinned, image.reached
-    count = state.high_water = len(image.tokens)
+    count = state.high_water = state.written = len(image.tokens)
     layers = state.layout.layer_of_each_array
     for layer, array, begin in zip(layers, image.slots, image.first, strict=True):
         if isinstance(layer, RingLayer):

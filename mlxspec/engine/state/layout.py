@@ -126,10 +126,19 @@ class StateLayout:
             slots[index] = layer.grow(slots[index], capacity)
             mx.eval(slots[index])
 
-    def clear(self, slots: list[mx.array], begin: int, end: int) -> None:
-        """Zero the slots of positions begin..end-1, in place in the list."""
+    def clear(self, slots: list[mx.array], begin: int, end: int, high_water: int) -> None:
+        """Zero what was written of the slots of positions begin..end-1, in place in the list.
+
+        Args:
+            slots: The slot layers' arrays.
+            begin: First position.
+            end: One past the last.
+            high_water: The rings'.
+        """
         for index, layer in enumerate(self.layer_of_each_array):
-            slots[index] = layer.clear(slots[index], begin, end)
+            layer_end = layer.held_until(slots[index], end, high_water)
+            if begin < layer_end:
+                slots[index] = layer.clear(slots[index], begin, layer_end)
         mx.eval(slots)
 
     def convert(self, slots: list[mx.array], quantized: StateLayout) -> list[mx.array]:

@@ -38,7 +38,9 @@ class ModelState:
             the rejected tokens of the call before are taken back.
         high_water: One past the highest position written into the rings since the last start at
             0, padding and rejected rows included.
-        non_finite_until: One past the last slot that a row that was not a number has written.
+        written: One past the last slot written since the state was empty; unlike the high-water
+            mark never further than there are slots.
+        non_finite_until: One past the last slot that a row may have written that was no number.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class ModelState:
         self.pinned = 0
         self.high_water = 0
         self.reached = 0
-        self.non_finite_until = 0
+        self.written = self.non_finite_until = 0
         mx.eval(self.slots)
         self.is_empty = True
 
@@ -89,7 +91,7 @@ class ModelState:
         self.slots = random(self.slots)
         arrays = random(self.layout.zero_recurrent())
         self.checkpoints = [Checkpoint(position, arrays)]
-        self.pinned = self.high_water = position
+        self.pinned = self.high_water = self.written = position
         mx.eval(self.slots, arrays)
 
     @property
@@ -150,8 +152,17 @@ class ModelState:
         would poison every later one.
         """
         if self.non_finite_until > cursor:
-            self.layout.clear(self.slots, cursor, self.non_finite_until)
+            self.layout.clear(self.slots, cursor, self.non_finite_until, self.high_water)
         self.non_finite_until = 0
+
+    @contextmanager
+    def doubted_on_failure(self) -> Iterator[None]:
+        """Where a call fails inside, nobody has read whether what it wrote is numbers."""
+        try:
+            yield
+        except BaseException:
+            self.non_finite_until = self.written
+            raise
 
     def begin_call(self, cursor: int) -> None:
         """A call or a lease begins with a state of `cursor` tokens."""
@@ -160,6 +171,7 @@ class ModelState:
     def begin_write(self, end: int) -> None:
         """Slots of positions up to `end` are about to be written, if nothing comes between."""
         self.is_empty = False
+        self.written = max(self.written, end)
         self.high_water = max(self.high_water, end)
 
     def mark_write(self, start: int, end: int, cursor: int) -> None:
@@ -207,38 +219,26 @@ class ModelState:
                 self.empty()
                 raise
             return
-        layout, rings = self.layout, self.layout.ring_slots(self.slots)
+        layout, rings, capacity = self.layout, self.layout.ring_slots(self.slots), self.capacity
         checkpoints, pinned = list(self.checkpoints), self.pinned
         high_water, reached = self.high_water, self.reached
         self._undoable = True
         try:
-            yield
+            with self.doubted_on_failure():
+                yield
         except BaseException:
-            written = self.high_water
+            # So many slots the old arrays have, should Ctrl-C arrive here once more.
+            grown, self.capacity = self.capacity, capacity
             if self.layout is not layout:
                 self.layout, self.slots = layout, self._before_conversion
-            try:
-                if written > cursor:
-                    # Nobody has read whether it is numbers.
-                    self.layout.clear(self.slots, cursor, written)
-            finally:
-                for index, array in rings.items():
-                    self.slots[index] = array
-                self.checkpoints, self.pinned = checkpoints, pinned
-                self.high_water, self.reached = high_water, reached
-                self.layout.grow(self.slots, self.capacity)
+            for index, array in rings.items():
+                self.slots[index] = array
+            self.checkpoints, self.pinned = checkpoints, pinned
+            self.high_water, self.reached = high_water, reached
+            self.grow(grown)
             raise
         finally:
             self._undoable, self._before_conversion = False, []
-
-    @contextmanager
-    def doubted_on_failure(self) -> Iterator[None]:
-        """Where a call fails inside, nobody has read whether what it wrote is numbers."""
-        try:
-            yield
-        except BaseException:
-            self.non_finite_until = max(self.non_finite_until, self.high_water)
-            raise
 
     def _first_checkpoint(self) -> Checkpoint:
         arrays = self._first.zero_recurrent()

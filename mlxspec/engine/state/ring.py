@@ -91,6 +91,12 @@ class RingLayer(SlotLayer):
         )
         return mx.put_along_axis(ring, _slots(positions, self.rule.depth), array, axis=2)
 
+    def held_until(self, array: mx.array, end: int, high_water: int) -> int:
+        """One past the last position, below `end`, that has a slot which no earlier one needs."""
+        if array.shape[2] < self.rule.depth:
+            return min(end, array.shape[2])
+        return min(end, max(high_water, self.rule.depth))
+
     def clear(self, array: mx.array, begin: int, end: int) -> mx.array:
         """The array with the slots of positions begin..end-1 zeroed; at most the whole ring."""
         slots = _slots(mx.arange(begin, end, dtype=mx.int32), self.rule.depth)

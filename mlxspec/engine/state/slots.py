@@ -56,6 +56,10 @@ class SlotLayer:
         """An array with room for `capacity` tokens that holds these slots from `begin` on."""
         return self.grow(array, capacity)
 
+    def held_until(self, array: mx.array, end: int, high_water: int) -> int:
+        """One past the last position, below `end`, that has a slot which no earlier one needs."""
+        return min(end, array.shape[2])
+
     def clear(self, array: mx.array, begin: int, end: int) -> mx.array:
         """The array with the slots of positions begin..end-1 zeroed."""
         zeros = mx.zeros((*array.shape[:2], end - begin, array.shape[3]), array.dtype)

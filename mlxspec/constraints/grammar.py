@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from threading import Lock
 from typing import Any
@@ -34,6 +34,8 @@ _ENDS_IN_ESCAPE = re.compile(r"(?:[^\\]|\\.)*\\", re.DOTALL)
 _TURNS_ON_VERBOSE = re.compile(
     r"(?:[^\\]|\\.)*?\(\?[a-zA-Z]*x[a-zA-Z]*(?:-[a-zA-Z]+)?[:)]", re.DOTALL
 )
+# Keywords of a JSON schema that hold values, not schemas.
+_VALUES = ("const", "enum", "default", "examples")
 # How many forced bytes are followed to see whether a grammar has any text at all.
 _LONGEST_PROOF = 256
 
@@ -81,6 +83,9 @@ class Grammar:
             raise GrammarError("JSON schema: no text satisfies false")
         if value is True:
             text = "{}"
+        for pattern in _patterns(value):
+            if reason := _why_misread(pattern):
+                raise GrammarError(f"JSON schema: pattern {_cut(pattern)!r}: {reason}")
         try:
             grammar = LLMatcher.grammar_from_json_schema(text, defaults=_LAYOUT)
         except ValueError as problem:
@@ -103,12 +108,8 @@ class Grammar:
             require_text("regex", pattern)
         except ValueError as problem:
             raise GrammarError(str(problem)) from None
-        if _ENDS_IN_ESCAPE.fullmatch(pattern):
-            raise GrammarError("regex: it ends in a backslash that escapes nothing")
-        if _TURNS_ON_VERBOSE.match(pattern):
-            raise GrammarError(
-                "regex: verbose mode, (?x), is not supported; leave out blanks and comments"
-            )
+        if reason := _why_misread(pattern):
+            raise GrammarError(f"regex: {reason}")
         return cls(f"regex {pattern!r}", "regex", LLMatcher.grammar_from_regex(pattern))
 
     def __repr__(self) -> str:
@@ -281,6 +282,30 @@ def _judged(what: str, grammar: str) -> tuple[str, ...]:
     except GrammarError as problem:
         raise GrammarError(f"{what}: {problem}") from None
     return tuple(messages)
+
+
+def _why_misread(pattern: str) -> str | None:
+    """Why llguidance would take a regular expression for another one, or None."""
+    if _ENDS_IN_ESCAPE.fullmatch(pattern):
+        return "it ends in a backslash that escapes nothing"
+    if _TURNS_ON_VERBOSE.match(pattern):
+        return "verbose mode, (?x), is not supported; leave out blanks and comments"
+    return None
+
+
+def _patterns(schema: Any) -> Iterator[str]:
+    """The regular expressions in a JSON schema, wherever they stand."""
+    parts = [schema]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, list):
+            parts += part
+        elif isinstance(part, dict):
+            if isinstance(part.get("pattern"), str):
+                yield part["pattern"]
+            if isinstance(part.get("patternProperties"), dict):
+                yield from part["patternProperties"]
+            parts += [value for key, value in part.items() if key not in _VALUES]
 
 
 def _token_table(tokenizer: Any, end_tokens: frozenset[int]) -> LLTokenizer:

@@ -132,6 +132,8 @@ def _no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         ('{"enum": []}', "Unsatisfiable schema"),
         ('{"uniqueItems": true}', 'Unimplemented keys: ["uniqueItems"]'),
         ('{"pattern": "("}', "unclosed group"),
+        ('{"items": [{"pattern": "a\\\\"}]}', "ends in a backslash"),
+        ('{"patternProperties": {"(?x) a": {}}}', "pattern '(?x) a': verbose mode"),
     ],
 )
 @pytest.mark.usefixtures("_no_model")

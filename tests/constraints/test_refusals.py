@@ -45,6 +45,8 @@ SCHEMAS = [
         "Too many items",
     ),
     ({"x-guidance": {"nosuch": True}}, "unknown field `nosuch`"),
+    ({"items": [{"pattern": "a\\"}]}, "pattern 'a\\\\': it ends in a backslash"),
+    ({"patternProperties": {"(?x) a": {}}}, "pattern '(?x) a': verbose mode"),
 ]
 PATTERNS = [
     ("(", "unclosed group"),
@@ -55,6 +57,8 @@ PATTERNS = [
     (r"[^\s\S]", "no text satisfies it"),
     (r"a[^\s\S]", "no text satisfies it"),
     (3, "expected text that UTF-8 can say, got 3"),
+    ("a\\", "ends in a backslash that escapes nothing"),
+    ("(?i)a(?sx-m:b # c\n)", "verbose mode, (?x), is not supported"),
     ("half of \ud83d", "expected text that UTF-8 can say"),
 ]
 
@@ -76,6 +80,12 @@ def test_a_schema_that_cannot_be_matched_is_refused_with_the_reason(schema, reas
             call()
         assert str(refused.value).startswith("JSON schema: ")
         assert reason in str(refused.value)
+
+
+def test_what_only_looks_like_it_is_taken():
+    Grammar.from_json_schema({"const": {"pattern": "a\\", "patternProperties": {"(?x)": 1}}})
+    for pattern in (r"a\\", r"\(?x\)", "(?i-x:a)(?P<x>b)"):
+        Grammar.from_regex(pattern)
 
 
 @pytest.mark.parametrize(("pattern", "reason"), PATTERNS)

@@ -64,7 +64,7 @@ def load_for(
         model, _widest_tile(model, args)
     )
     declared = declared_context_length(model)
-    if declared and context_length > declared:
+    if declared and (args.max_context_length or 0) > declared:
         warn(
             "mlxspec",
             f"--max-context-length: the model's config declares {declared} tokens, got "

@@ -182,8 +182,9 @@ def text_file(path: str) -> TextFile:
 
 
 def schema(text: str) -> TextFile:
-    """A JSON schema, told from the name of a file that holds one by its first brace."""
-    return TextFile("{...}", text) if text.lstrip().startswith("{") else text_file(text)
+    """The name of a file that holds a JSON schema, or one that begins with a brace."""
+    inline = text.lstrip().startswith("{") and not os.path.isfile(text)
+    return TextFile("{...}", text) if inline else text_file(text)
 
 
 def existing_file(text: str) -> str:

@@ -154,10 +154,12 @@ def _probe(args: Namespace) -> int:
     loaded = load_for(args)
     if (report := _progress()) is not None:
         report("measuring what is not remembered, which may take minutes")
-    probe = probe_model(
-        loaded.model, max_context_length=loaded.context_length, tile_widths=args.tile_widths
-    )
-    _end_progress()
+    try:
+        probe = probe_model(
+            loaded.model, max_context_length=loaded.context_length, tile_widths=args.tile_widths
+        )
+    finally:
+        _end_progress()
     print(json.dumps(probe.as_dict()) if args.json else f"{args.model} on {probe}")
     return 0
 

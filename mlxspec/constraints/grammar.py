@@ -31,11 +31,13 @@ _NOTHING_FOLLOWS = "NoExtensionBias"
 _MARKED = re.compile(r"regex parse error:\n {4}(.*)\n {4}( *)\^[ ^]*\nerror: (.*)")
 # What llguidance takes for something else: it writes the expression into one line between slashes.
 _ENDS_IN_ESCAPE = re.compile(r"(?:[^\\]|\\.)*\\", re.DOTALL)
-_TURNS_ON_VERBOSE = re.compile(
-    r"(?:[^\\]|\\.)*?\(\?[a-zA-Z]*x[a-zA-Z]*(?:-[a-zA-Z]+)?[:)]", re.DOTALL
+# A character that is escaped, the beginning or end of a class, or a group's flags.
+_ESCAPE_CLASS_OR_FLAGS = re.compile(
+    r"\\.|\[\^?\]?|\]|\(\?([a-zA-Z]*)(?:-[a-zA-Z]*)?[:)]", re.DOTALL
 )
-# Keywords of a JSON schema that hold values, not schemas.
+# Keywords of a JSON schema that hold values, not schemas, and those that hold schemas by names.
 _VALUES = ("const", "enum", "default", "examples")
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 # How many forced bytes are followed to see whether a grammar has any text at all.
 _LONGEST_PROOF = 256
 
@@ -288,8 +290,14 @@ def _why_misread(pattern: str) -> str | None:
     """Why llguidance would take a regular expression for another one, or None."""
     if _ENDS_IN_ESCAPE.fullmatch(pattern):
         return "it ends in a backslash that escapes nothing"
-    if _TURNS_ON_VERBOSE.match(pattern):
-        return "verbose mode, (?x), is not supported; leave out blanks and comments"
+    classes = 0
+    for found in _ESCAPE_CLASS_OR_FLAGS.finditer(pattern):
+        if found[0].startswith("["):
+            classes += 1
+        elif found[0] == "]":
+            classes = max(0, classes - 1)
+        elif not classes and "x" in (found[1] or ""):
+            return "verbose mode, (?x), is not supported; leave out blanks and comments"
     return None
 
 
@@ -305,7 +313,11 @@ def _patterns(schema: Any) -> Iterator[str]:
                 yield part["pattern"]
             if isinstance(part.get("patternProperties"), dict):
                 yield from part["patternProperties"]
-            parts += [value for key, value in part.items() if key not in _VALUES]
+            for key, value in part.items():
+                if key in _BY_NAME and isinstance(value, dict):
+                    parts += value.values()
+                elif key not in _VALUES:
+                    parts.append(value)
 
 
 def _token_table(tokenizer: Any, end_tokens: frozenset[int]) -> LLTokenizer:

@@ -25,8 +25,8 @@ from mlxspec.engine.tokens import TokenView
 
 # So many rounds in a row without a draft, and the next plain step is submitted unread. Each such
 # step saves a wait for the host, about a fourteenth of a step where it was measured; a draft that
-# begins meanwhile begins a step too late. To wait until what was lost is one step is at most
-# twice as bad as to know beforehand.
+# begins meanwhile begins a step too late. So a silence costs a step at most that need not be, and
+# one that a draft ends costs at most twice what was to be had by knowing its length beforehand.
 _QUIET = 14
 # The time from one reading to the next is a step's, if the caller had at most so much of it.
 _CALLERS_SHARE = 0.05

@@ -19,6 +19,8 @@ _CHEAP_TO_COPY = 16 << 20
 # So often in a row memory has to have grown before it is put down to copies: on a busy machine
 # chance alone does it now and then, as temporaries are freed while the host looks elsewhere.
 _ENOUGH = 3
+# And by nearly the same: the state has the same size each time.
+_ALIKE = 0.1
 # Copies take as many bytes as the state; temporaries may differ a little.
 _LARGEST = 1.5
 
@@ -86,6 +88,7 @@ class CopyWatch:
         self._alone: int | None = None
         self._doubts = False
         self._seen = 0
+        self._more = 0
         self.copies = 0
 
     @property
@@ -112,7 +115,9 @@ class CopyWatch:
             return
         more, self._alone = growth - self._alone, None
         self._doubts = _CHEAP_TO_COPY < more <= _LARGEST * state
-        self._seen = self._seen + 1 if self._doubts else 0
+        alike = abs(more - self._more) <= _ALIKE * more
+        self._seen = (self._seen + 1 if alike else 1) if self._doubts else 0
+        self._more = more
         if self._seen >= _ENOUGH:
             self.copies = more
 

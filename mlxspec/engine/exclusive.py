@@ -46,11 +46,12 @@ class Exclusive:
 
 
 class _Place:
-    """Room for one, which Ctrl-C cannot leave taken by nobody.
+    """Room for one, which Ctrl-C cannot leave taken for good.
 
     Of a lock one does not know, where Ctrl-C arrives as it is acquired, whether it was. Here the
     taker is known by name. Both steps are single operations of a dictionary, and where the place
-    is given up nothing is called: CPython looks for signals after calls.
+    is given up nothing is called: CPython looks for signals after calls. Where Ctrl-C arrives in
+    the interpreter's own code around the block, the place is free once the exception is let go.
     """
 
     def __init__(self) -> None:
@@ -70,5 +71,9 @@ class _Place:
                 raise EngineBusy(busy)
             yield
         finally:
-            if None in taker and taker[None] is me:
+            try:
+                mine = taker[None] is me
+            except KeyError:
+                mine = False
+            if mine:
                 del taker[None]

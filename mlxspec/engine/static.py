@@ -355,14 +355,16 @@ class StaticShapeEngine(OneSequence):
             _require_length("prefill", len(ids), self._reach.context_bound)
             report = progress or (lambda processed, total: None)
             report(0, len(ids))
-            before = self._cursor
-            with self._extended_history(ids), self._state.undone_on_failure(before):
+            before, state = self._cursor, self._state
+            with _Call(self, ids, prefills=before > 0):
                 reached = before
                 for reached in self._prefill_tiles():
                     report(max(0, reached - before), len(ids))
                 if reached < len(self._history):
                     report(len(ids), len(ids))
-            self._state.pinned = self._state.position
+                state.pinned = state.position
+                # The tiles have no rows to read.
+                state.non_finite_until = max(state.non_finite_until, len(self._history))
             self._examine(self._cursor)
             # Wide tiles leave wide temporaries in MLX's buffer cache, which decoding cannot use.
             mx.clear_cache()
@@ -410,7 +412,7 @@ class StaticShapeEngine(OneSequence):
             before = self._cursor
             single = not count and len(ids) == 1
             ahead = ahead and single
-            with self._extended_history(ids), self._state.doubted_on_failure():
+            with _Call(self, ids):
                 begun = self._begun(ids, capture, noise_key) if single else None
                 if drafted is not None and count:
                     # An id outside would be refused too late: MLX reads past a table unasked.
@@ -478,10 +480,9 @@ class StaticShapeEngine(OneSequence):
             if not 1 <= count <= limit:
                 raise ValueError(f"roll_out: expected 1 to {limit} tokens to choose, got {count}")
             before = self._cursor
-            with self._extended_history(ids), self._state.doubted_on_failure():
-                rollout = self._rolled_out(count, capture, noise_key, go_on)
+            with _Call(self, ids):
+                rollout = self._rollout = self._rolled_out(count, capture, noise_key, go_on)
             self._state.settle(before)
-            self._rollout = rollout
             return rollout
 
     def keep(self, count: int) -> None:
@@ -602,15 +603,26 @@ class StaticShapeEngine(OneSequence):
             self._state, self._history, self._cursor = state, tokens, count
 
     def _mend(self) -> None:
-        """End what a call left half done because Ctrl-C came inside: the cursor says what stays."""
-        if self._cursor == 0 and not self._state.is_empty:
-            self._state.empty()
-        if self._ahead is not None and self._ahead.position != self._cursor:
-            # The call that submitted it did not come to its end, or others have gone on since.
+        """Take back what a call left half done that failed, or because Ctrl-C came inside.
+
+        The cursor says what stays. Every call begins so, and one that fails ends so; where Ctrl-C
+        keeps it from that, the next one does it.
+        """
+        state = self._state
+        del self._history[self._cursor :]
+        if state.journal is not None:
+            # All that was written is doubted anyhow, whatever they would say of it.
+            self._rollout = self._ahead = None
+            state.undo()
+        if self._cursor == 0 and not state.is_empty:
+            state.empty()
+        if self._ahead is not None and (
+            self._ahead.position != self._cursor or state.non_finite_until > self._cursor
+        ):
+            # Others have gone on since it was submitted, or what it has written is to be cleared.
             self._forget_unread()
         self._unread = []
-        del self._history[self._cursor :]
-        self._state.rewind(self._cursor)
+        state.rewind(self._cursor)
 
     def _quantize_from(self, position: int | None) -> None:
         """Show keys quantised from this position on; None is nowhere."""
@@ -640,23 +652,6 @@ class StaticShapeEngine(OneSequence):
 
     def _tile_start(self, position: int) -> int:
         return self._place.start(position, self._state.position)
-
-    @contextmanager
-    def _extended_history(self, ids: list[int]) -> Iterator[None]:
-        """Process `ids` inside the block: they are history after it, or were never there."""
-        before = self._cursor
-        self._state.begin_call(before)
-        try:
-            self._history += ids
-            yield
-            self._cursor = len(self._history)
-        except BaseException:
-            self._cursor = min(before, self._cursor)
-            raise
-        finally:
-            self._unread = []
-            del self._history[self._cursor :]
-            self._state.rewind(self._cursor)
 
     def _prefill_tiles(self) -> Iterator[int]:
         """Process the history from the cursor on in full tiles; yields where each has come to.
@@ -854,22 +849,15 @@ class StaticShapeEngine(OneSequence):
                 tiles.forget_other_capacities(state.capacity)
         tokens = self._tile_tokens(start, rows, width)
         tile = self._tiles[state.tile_layout].get(TileKey(width, span, state.capacity, capture))
-        slots, high_water = state.slots, state.high_water
-        state.begin_write(start + width)
-        try:
-            # The old arrays must have no owner left when the tile is evaluated, or MLX copies them.
-            state.slots = []
-            outputs, state.slots, recurrent = tile(
-                tokens,
-                mx.array(start, dtype=mx.int32),
-                _NO_NOISE if noise_key is None else noise_key,
-                slots,
-                state.checkpoints[-1].arrays,
-            )
-        except BaseException:
-            state.slots, state.high_water = slots, high_water
-            raise
-        state.mark_write(start, start + width, self._cursor)
+        outputs, slots, recurrent = tile(
+            tokens,
+            mx.array(start, dtype=mx.int32),
+            _NO_NOISE if noise_key is None else noise_key,
+            state.slots,
+            state.checkpoints[-1].arrays,
+        )
+        # The old arrays have no owner left when the tile is evaluated, or MLX would copy them.
+        state.wrote(slots, start, start + width, self._cursor)
         if rows == width and recurrent:
             state.adopt(start + width, recurrent)
         return outputs
@@ -896,9 +884,8 @@ class StaticShapeEngine(OneSequence):
         for tile in tiles:
             if tile.is_non_finite:
                 self._state.non_finite_until = max(self._state.non_finite_until, tile.end)
-        if self._state.non_finite_until:
-            # The step under way may have met what is no number.
-            self._forget_unread()
+                # The step under way may have met what is no number.
+                self._forget_unread()
         cap = self._tiles[self._state.tile_layout].final_cap if capture.raw else None
         return rows_of(tiles, capture, cap, drafts, ahead=self._ahead is not None)
 
@@ -959,6 +946,38 @@ class StaticShapeEngine(OneSequence):
             moves_by_tiles=self._recurrent or self._aligned,
             aligned=self._aligned,
         )
+
+
+class _Call:
+    """A call that adds tokens to an engine's history: all of them, or it was never made.
+
+    No generator makes this context manager: one that Ctrl-C keeps from its end would end later,
+    when it is collected, and take back what others have done since.
+
+    Args:
+        engine: The engine.
+        ids: The tokens.
+        prefills: Whether prefill tiles are run in a state that is not empty.
+    """
+
+    def __init__(self, engine: StaticShapeEngine, ids: list[int], *, prefills: bool = False):
+        self._engine = engine
+        self._ids = ids
+        self._prefills = prefills
+
+    def __enter__(self) -> None:
+        engine = self._engine
+        engine._state.begin_call(engine._cursor)
+        engine._state.open_journal(prefills=self._prefills)
+        engine._history += self._ids
+
+    def __exit__(self, kind: type[BaseException] | None, *problem: object) -> None:
+        engine = self._engine
+        if kind is None:
+            end = len(engine._history)
+            # As one, should Ctrl-C arrive here.
+            engine._cursor, engine._state.journal = end, None
+        engine._mend()
 
 
 def _require_length(what: str, count: int, bound: Bound) -> None:

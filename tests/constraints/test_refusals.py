@@ -47,6 +47,7 @@ SCHEMAS = [
     ({"x-guidance": {"nosuch": True}}, "unknown field `nosuch`"),
     ({"items": [{"pattern": "a\\"}]}, "pattern 'a\\\\': it ends in a backslash"),
     ({"patternProperties": {"(?x) a": {}}}, "pattern '(?x) a': verbose mode"),
+    ({"properties": {"default": {"pattern": "(?x)"}}}, "pattern '(?x)': verbose mode"),
 ]
 PATTERNS = [
     ("(", "unclosed group"),
@@ -59,6 +60,8 @@ PATTERNS = [
     (3, "expected text that UTF-8 can say, got 3"),
     ("a\\", "ends in a backslash that escapes nothing"),
     ("(?i)a(?sx-m:b # c\n)", "verbose mode, (?x), is not supported"),
+    (r"[]a](?x)\]", "verbose mode, (?x), is not supported"),
+    ("(?" + "x" * 100_000, "duplicate flag"),
     ("half of \ud83d", "expected text that UTF-8 can say"),
 ]
 
@@ -84,7 +87,7 @@ def test_a_schema_that_cannot_be_matched_is_refused_with_the_reason(schema, reas
 
 def test_what_only_looks_like_it_is_taken():
     Grammar.from_json_schema({"const": {"pattern": "a\\", "patternProperties": {"(?x)": 1}}})
-    for pattern in (r"a\\", r"\(?x\)", "(?i-x:a)(?P<x>b)"):
+    for pattern in (r"a\\", r"\(?x\)", "(?i-x:a)(?P<x>b)", "[(?x)]", "[^](?x:)][[a](?x)]"):
         Grammar.from_regex(pattern)
 
 

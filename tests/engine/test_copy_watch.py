@@ -55,6 +55,7 @@ def test_what_an_earlier_step_took_hides_nothing():
         3 * [("alone", 5), ("incomparable", 0), ("ahead", 105)],
         [*2 * ONCE, ("alone", 5), ("ahead", 5), *2 * ONCE],
         3 * [("alone", 5), ("ahead", 165)],
+        [*2 * ONCE, ("alone", 5), ("ahead", 85), *2 * ONCE],
     ],
     ids=[
         "cheap",
@@ -64,6 +65,7 @@ def test_what_an_earlier_step_took_hides_nothing():
         "after others",
         "chance between",
         "another thread's",
+        "not alike",
     ],
 )
 def test_what_is_not_copies_or_cannot_be_known_is_not_put_down_to_them(steps):

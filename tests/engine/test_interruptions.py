@@ -16,6 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,32 +45,44 @@ class Interruptions:
     """Raises KeyboardInterrupt at lines of the engine's code, and has the device done till then.
 
     Args:
-        moments: After so many lines, and after so many more, ...
+        moments: After so many lines, and after so many more; none counts lines.
         device_done: Computes what is under way.
+
+    Attributes:
+        lines: How many lines have run since the last interruption.
+        left: Moments that have not come.
     """
 
-    def __init__(self, moments: list[int], device_done: Callable[[], Any]):
-        self._moments = list(moments)
+    def __init__(self, moments: list[int], device_done: Callable[[], Any] = lambda: None):
+        self.left = list(moments)
+        self.lines = 0
         self._device_done = device_done
-        self._lines = 0
 
-    def __enter__(self) -> None:
-        self._usual = sys.gettrace()
+    def __enter__(self) -> Interruptions:
+        self._usual = sys.gettrace(), sys.getprofile()
+        sys.setprofile(self._traced_again)
         sys.settrace(self._traced)
+        return self
 
     def __exit__(self, *problem: object) -> None:
-        sys.settrace(self._usual)
+        sys.settrace(self._usual[0])
+        sys.setprofile(self._usual[1])
+
+    def _traced_again(self, frame: FrameType, event: str, argument: object) -> None:
+        """CPython traces no further where a trace function raised; it goes on here."""
+        if sys.gettrace() is None and not frame.f_code.co_filename.endswith(__file__):
+            sys.settrace(self._traced)
 
     def _traced(self, frame: FrameType, event: str, argument: object) -> Any:
         # Of `exclusive`, the promise is about CPython's signals and not about lines.
         code = frame.f_code.co_filename
         if not code.startswith(ENGINE_CODE) or code.endswith("exclusive.py"):
             return None
-        if event == "line" and self._moments:
-            self._lines += 1
-            if self._lines >= self._moments[0]:
-                self._lines = 0
-                del self._moments[0]
+        if event == "line":
+            self.lines += 1
+            if self.left and self.lines >= self.left[0]:
+                self.lines = 0
+                del self.left[0]
                 self._device_done()
                 raise KeyboardInterrupt
         return self._traced
@@ -116,12 +129,13 @@ def prepare(engine: StaticShapeEngine, before: str, length: int) -> None:
         engine.verify([9], ahead=True)
 
 
-def call(engine: StaticShapeEngine, name: str, block: list[int], to: int, image: Any) -> None:
+def run(engine: StaticShapeEngine, name: str, block: list[int], to: int, image: Any) -> None:
     """The call that is interrupted."""
+    block = block if name == "prefill" else block[: min(6, engine.max_verify_block_length)]
     if name == "prefill":
         engine.prefill(block)
     elif name == "verify":
-        engine.verify(block[:6], LOGITS)
+        engine.verify(block, LOGITS)
     elif name == "verify ahead":
         engine.verify(block[:1], ahead=True)
     elif name == "reset":
@@ -130,8 +144,8 @@ def call(engine: StaticShapeEngine, name: str, block: list[int], to: int, image:
         engine.image()
     elif name == "restore":
         engine.restore(image)
-    else:
-        rollout = engine.roll_out(block[:2], 3)
+    elif (count := min(3, engine.roll_out_limit(len(block)))) > 0:
+        rollout = engine.roll_out(block, count)
         if name == "keep":
             engine.keep(rollout.processed)
 
@@ -142,45 +156,56 @@ def call(engine: StaticShapeEngine, name: str, block: list[int], to: int, image:
     name=st.sampled_from(CALLS),
     length=st.sampled_from([3, 12, 18, 29, 47, 60]),
     block=st.lists(st.sampled_from([1, 5, 8, 13, 40, POISON]), min_size=2, max_size=40),
-    moment=st.one_of(st.integers(1, 60), st.integers(60, 600)),
+    moment=st.floats(0, 1),
     second=st.none() | st.integers(1, 40),
+    ahead=st.booleans(),
     share=st.floats(0, 1),
 )
 def test_whoever_goes_on_after_ctrl_c_meets_nothing_of_the_call(
-    setting, before, name, length, block, moment, second, share
+    setting, before, name, length, block, moment, second, ahead, share
 ):
     interrupted, clean = engines(setting)
-    for engine in (interrupted, clean):
+
+    def prepared(engine: StaticShapeEngine) -> Any:
         begin(engine)
         engine.prefill(prompt_of(37, seed=8))
         image = engine.image()
         begin(engine)
         prepare(engine, before, length)
+        return image
+
+    prepared(clean)
     held = list(clean.tokens)
-    assert list(interrupted.tokens) == held
     to = clean.longest_rewind(int(share * len(held)))
-    moments = [moment] if second is None else [moment, second]
-    done = Interruptions(moments, lambda: mx.eval(interrupted._state.slots))
+    image = prepared(interrupted)
+    with Interruptions([]) as whole:
+        run(interrupted, name, block, to, image)
+    image = prepared(interrupted)
+    assert list(interrupted.tokens) == held
+    moments = [1 + int(moment * whole.lines), *([] if second is None else [second])]
     try:
-        with done:
-            call(interrupted, name, block, to, image)
+        with Interruptions(moments, lambda: mx.eval(interrupted._state.slots)) as done:
+            run(interrupted, name, block, to, image)
     except KeyboardInterrupt:
-        pass
+        assert len(done.left) < len(moments)
     # It has not happened, or it has.
     kept = list(interrupted.tokens)[: interrupted.processed_token_count]
     if kept != held:
-        call(clean, name, block, to, image)
+        run(clean, "roll_out" if name == "keep" else name, block, to, image)
+        if name == "keep":
+            clean.keep(len(kept) - clean.processed_token_count)
         assert kept == list(clean.tokens)[: clean.processed_token_count]
     for token in prompt_of(24, seed=5):
-        ours, theirs = (engine.verify([token], LOGITS) for engine in (interrupted, clean))
+        ours = interrupted.verify([token], LOGITS, ahead=ahead)
+        theirs = clean.verify([token], LOGITS)
         if POISON not in kept:
             assert max(theirs.nan_count) <= 1
         assert mx.array_equal(ours.logits, theirs.logits, equal_nan=True)
 
 
-@pytest.mark.parametrize("call", ["verify", "verify ahead", "roll_out", "prefill"])
+@pytest.mark.parametrize("name", ["verify", "verify ahead", "roll_out", "prefill"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_what_an_interrupted_call_wrote_does_not_poison_later_rows(family, call, monkeypatch):
+def test_what_an_interrupted_call_wrote_does_not_poison_later_rows(family, name, monkeypatch):
     prompt, model = prompt_of(30, seed=4), poisoned(family)
     options = {"tile_widths": (1, 2, 4, 8), "span_step": 16, "prefill_step_size": 8}
     engine, clean = (StaticShapeEngine(model, max_context_length=90, **options) for _ in "ab")
@@ -199,14 +224,14 @@ def test_what_an_interrupted_call_wrote_does_not_poison_later_rows(family, call,
         "roll_out": ("_rolled_out", lambda: engine.roll_out(block[:5], 1)),
         "prefill": ("_finish_prefill_tile", lambda: engine.prefill(block)),
     }
-    method, run = calls[call]
-    if call == "roll_out":
+    method, interrupted_call = calls[name]
+    if name == "roll_out":
         rolled_out = engine._rolled_out
         monkeypatch.setattr(engine, method, lambda *how: interrupted(rolled_out(*how)))
     else:
         monkeypatch.setattr(engine, method, interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run()
+        interrupted_call()
     monkeypatch.undo()
     assert list(engine.tokens) == prompt[:-1]
     for token in prompt_of(25, seed=6):
@@ -248,7 +273,7 @@ def test_a_prefill_that_grew_and_quantised_the_state_before_it_stopped(setting, 
         if again:
             # Ctrl-C, while what was there is put back.
             patch.setattr(ModelState, "grow", lambda state, to: grow_or_stop(grow, state, to))
-        with pytest.raises((OSError, KeyboardInterrupt)):
+        with pytest.raises(KeyboardInterrupt if again else OSError):
             interrupted.prefill(prompt_of(100, seed=8), stopping_at(stop))
     go_on_alike(interrupted, clean)
 
@@ -289,6 +314,44 @@ def test_rings_that_a_failed_prefill_gives_back_are_cleared_again(setting):
         prepare(engine, "a rejected draft", 29)
     with pytest.raises(OSError, match="full"):
         interrupted.prefill(prompt_of(20, seed=5), stopping_at(8))
+    go_on_alike(interrupted, clean)
+
+
+@pytest.mark.parametrize("failing", ["drafts", "prefill"])
+@pytest.mark.parametrize("setting", ["llama", "gemma3_text", "lfm2"])
+def test_a_step_under_way_is_dropped_where_another_call_fails(setting, failing):
+    interrupted, clean = engines(setting)
+    for engine in (interrupted, clean):
+        begin(engine)
+        engine.prefill(prompt_of(20, seed=4))
+    rows = interrupted.verify([9], LOGITS, ahead=True)
+    assert mx.array_equal(rows.logits, clean.verify([9], LOGITS).logits, equal_nan=True)
+    calls: dict[str, Callable[[], Any]] = {
+        "drafts": lambda: interrupted.verify([1], drafted=np.array([2])),
+        "prefill": lambda: interrupted.prefill([1, 2, 3], stopping_at(1)),
+    }
+    with pytest.raises((TypeError, OSError)):
+        calls[failing]()
+    for _ in range(20):
+        token = rows.argmax[0]
+        rows = interrupted.verify([token], LOGITS, ahead=True)
+        expected = clean.verify([token], LOGITS)
+        assert mx.array_equal(rows.logits, expected.logits, equal_nan=True)
+
+
+@pytest.mark.parametrize("how", ["prefilled", "restored"])
+@pytest.mark.parametrize("setting", ["llama", "gemma3_text"])
+def test_a_prompt_that_was_no_number_leaves_nothing_to_a_shorter_one(setting, how):
+    interrupted, clean = engines(setting)
+    for engine in (interrupted, clean):
+        begin(engine)
+        engine.prefill(prompt_of(10, seed=4))
+    interrupted.prefill([5, POISON, 6, 7])
+    if how == "restored":
+        image = interrupted.image()
+        begin(interrupted)
+        interrupted.restore(image)
+    interrupted.reset(10)
     go_on_alike(interrupted, clean)
 
 

@@ -87,6 +87,8 @@ def put_image(state: ModelState, image: StateImage) -> None:
     state.checkpoints = list(image.checkpoints) or state.checkpoints
     state.pinned, state.reached = image.pinned, image.reached
     count = state.high_water = state.written = len(image.tokens)
+    # Whoever wrote it may have read no row of it.
+    state.non_finite_until = count
     layers = state.layout.layer_of_each_array
     for layer, array, begin in zip(layers, image.slots, image.first, strict=True):
         if isinstance(layer, RingLayer):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -16,6 +15,35 @@ class Checkpoint(NamedTuple):
 
     position: int
     arrays: list[mx.array]
+
+
+@dataclass
+class Journal:
+    """An unfinished call: what it has to be taken back to, wherever it ends.
+
+    Decode tiles need little of it: rings are deep enough for any block that is rejected, and
+    checkpoints are revoked by their position. A prefill tile overwrites rings, so the old ones are
+    held meanwhile, and MLX copies them once.
+
+    Attributes:
+        layout: The layers before the call.
+        unconverted: The slots before the call quantised them; empty if it did not.
+        before_prefill: What else there was; None if the call runs decode tiles only.
+    """
+
+    layout: StateLayout
+    unconverted: list[mx.array]
+    before_prefill: BeforePrefill | None
+
+
+class BeforePrefill(NamedTuple):
+    """The rings' slots by their index, and what `ModelState` calls so."""
+
+    rings: dict[int, mx.array]
+    checkpoints: list[Checkpoint]
+    pinned: int
+    high_water: int
+    reached: int
 
 
 class ModelState:
@@ -40,7 +68,9 @@ class ModelState:
             0, padding and rejected rows included.
         written: One past the last slot written since the state was empty; unlike the high-water
             mark never further than there are slots.
-        non_finite_until: One past the last slot that a row may have written that was no number.
+        non_finite_until: One past the last slot that a row may have written that was no number,
+            as far as anybody has read.
+        journal: Of the call that has not come to its end, or None.
     """
 
     def __init__(
@@ -49,8 +79,6 @@ class ModelState:
         self._unquantized = layout
         self._quantized = quantized
         self._first = first
-        self._undoable = False
-        self._before_conversion: list[mx.array] = []
         self.is_empty = False
         self.capacity = capacity
         self.empty()
@@ -58,6 +86,8 @@ class ModelState:
     def empty(self) -> None:
         """Begin a sequence: zero slots, and the state before the first token."""
         self.is_empty = False
+        # There is nothing left that a call could be taken back to.
+        self.journal: Journal | None = None
         self.layout = self._unquantized
         # The old arrays go first, so that the peak is one state and not two.
         self.slots: list[mx.array] = []
@@ -113,8 +143,8 @@ class ModelState:
         """Convert keys and values to their quantised form, if there is one; once is enough."""
         if self.layout is self._quantized:
             return
-        if self._undoable:
-            self._before_conversion = self.slots
+        if self.journal is not None:
+            self.journal.unconverted = self.slots
         slots = self.layout.convert(self.slots, self._quantized)
         # Both or neither, should Ctrl-C arrive here.
         self.slots, self.layout = slots, self._quantized
@@ -146,44 +176,69 @@ class ModelState:
         self.capacity = capacity
 
     def clear_non_finite(self, cursor: int) -> None:
-        """Zero the slots past the cursor if a row there was not finite.
+        """Zero the slots past the cursor if a row there may not have been finite.
 
         A masked slot has weight 0, and 0 * NaN is NaN: a rejected row that was not a number
-        would poison every later one.
+        would poison every later one. What stands before the cursor is known no better, and is
+        cleared if a rewind leaves it behind.
         """
         if self.non_finite_until > cursor:
             self.layout.clear(self.slots, cursor, self.non_finite_until, self.high_water)
-        self.non_finite_until = 0
-
-    @contextmanager
-    def doubted_on_failure(self) -> Iterator[None]:
-        """Where a call fails inside, nobody has read whether what it wrote is numbers."""
-        try:
-            yield
-        except BaseException:
-            self.non_finite_until = self.written
-            raise
+            self.non_finite_until = cursor
 
     def begin_call(self, cursor: int) -> None:
         """A call or a lease begins with a state of `cursor` tokens."""
         self.reached = max(self.reached, cursor)
 
-    def begin_write(self, end: int) -> None:
-        """Slots of positions up to `end` are about to be written, if nothing comes between."""
-        self.is_empty = False
-        self.written = max(self.written, end)
-        self.high_water = max(self.high_water, end)
-
-    def mark_write(self, start: int, end: int, cursor: int) -> None:
-        """Slots of positions start..end-1 have been written; a start at 0 begins anew.
+    def open_journal(self, *, prefills: bool) -> None:
+        """A call is about to write; until the journal is None again, `undo` takes it back.
 
         Args:
+            prefills: Whether it runs prefill tiles, in a state that is not empty.
+        """
+        before = None
+        if prefills:
+            rings, checkpoints = self.layout.ring_slots(self.slots), list(self.checkpoints)
+            before = BeforePrefill(rings, checkpoints, self.pinned, self.high_water, self.reached)
+        self.journal = Journal(self.layout, [], before)
+
+    def undo(self) -> None:
+        """Take back the call that the journal is of, if there is one.
+
+        Should Ctrl-C arrive here, the journal is still there, and all of it can be done again.
+        """
+        journal = self.journal
+        if journal is None:
+            return
+        # Nobody has read whether what was written is numbers.
+        self.non_finite_until = max(self.non_finite_until, self.written)
+        before = journal.before_prefill
+        if self.layout is not journal.layout:
+            self.layout, self.slots = journal.layout, journal.unconverted
+        if before is not None:
+            for index, array in before.rings.items():
+                self.slots[index] = array
+            self.checkpoints, self.pinned = list(before.checkpoints), before.pinned
+            self.high_water, self.reached = before.high_water, before.reached
+        if before is not None or journal.unconverted:
+            self.grow(self.capacity)
+        self.journal = None
+
+    def wrote(self, slots: list[mx.array], start: int, end: int, cursor: int) -> None:
+        """A tile has written the slots of positions start..end-1; a start at 0 begins anew.
+
+        Args:
+            slots: The slots after it.
             start: First position of the tile.
             end: One past its last, padding included.
             cursor: Tokens the state covered when the call began.
         """
-        if start == 0:
-            self.high_water, self.reached = end, cursor
+        high_water = max(self.high_water, end) if start else end
+        reached = self.reached if start else cursor
+        written = max(self.written, end)
+        # As one, should Ctrl-C arrive here.
+        self.slots, self.is_empty, self.written = slots, False, written
+        self.high_water, self.reached = high_water, reached
 
     def adopt(self, position: int, recurrent: list[mx.array]) -> None:
         """Keep a state that covers `position` tokens; until it is settled it can be revoked."""
@@ -204,41 +259,6 @@ class ModelState:
         kept = [c for c in self.checkpoints if c.position <= to]
         self.checkpoints = kept or [self._first_checkpoint()]
         self.pinned = min(self.pinned, self.position)
-
-    @contextmanager
-    def undone_on_failure(self, cursor: int) -> Iterator[None]:
-        """Take back what a failing prefill did to a state that covers `cursor` tokens.
-
-        Decode tiles need nothing of the kind: rings are deep enough for any block. A prefill tile
-        overwrites them, so the old rings are held meanwhile, and MLX copies them once.
-        """
-        if cursor == 0:
-            try:
-                yield
-            except BaseException:
-                self.empty()
-                raise
-            return
-        layout, rings, capacity = self.layout, self.layout.ring_slots(self.slots), self.capacity
-        checkpoints, pinned = list(self.checkpoints), self.pinned
-        high_water, reached = self.high_water, self.reached
-        self._undoable = True
-        try:
-            with self.doubted_on_failure():
-                yield
-        except BaseException:
-            # So many slots the old arrays have, should Ctrl-C arrive here once more.
-            grown, self.capacity = self.capacity, capacity
-            if self.layout is not layout:
-                self.layout, self.slots = layout, self._before_conversion
-            for index, array in rings.items():
-                self.slots[index] = array
-            self.checkpoints, self.pinned = checkpoints, pinned
-            self.high_water, self.reached = high_water, reached
-            self.grow(grown)
-            raise
-        finally:
-            self._undoable, self._before_conversion = False, []
 
     def _first_checkpoint(self) -> Checkpoint:
         arrays = self._first.zero_recurrent()

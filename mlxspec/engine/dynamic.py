@@ -15,6 +15,7 @@ from mlx_lm.models.cache import (
     trim_prompt_cache,
 )
 
+from mlxspec.engine.exclusive import one_call
 from mlxspec.engine.protocol import Capture, ProgressCallback, VerifyRows
 from mlxspec.engine.sequence import OneSequence
 from mlxspec.engine.support import default_context_length, why_not_static
@@ -74,6 +75,7 @@ class DynamicShapeEngine(OneSequence):
         """True: every forward reads the model's present weights."""
         return True
 
+    @one_call
     def prefill(self, tokens: Sequence[int], progress: ProgressCallback | None = None) -> None:
         """Process prompt tokens in steps of `prefill_step_size`; see the protocol.
 
@@ -84,28 +86,28 @@ class DynamicShapeEngine(OneSequence):
 
         A forward that fails on its way leaves the engine empty.
         """
-        with self._exclusive.call("prefill"):
-            ids = token_ids(tokens, self._vocab_size, "prefill")
-            room = self._context_length - 1 - len(self._history)
-            if len(ids) > room:
-                raise ValueError(
-                    f"prefill: expected at most {room} tokens, got {len(ids)}: the context holds "
-                    f"{self._context_length} tokens, the last of which is only emitted. Shorten "
-                    "the input or raise max_context_length"
-                )
+        ids = token_ids(tokens, self._vocab_size, "prefill")
+        room = self._context_length - 1 - len(self._history)
+        if len(ids) > room:
+            raise ValueError(
+                f"prefill: expected at most {room} tokens, got {len(ids)}: the context holds "
+                f"{self._context_length} tokens, the last of which is only emitted. Shorten "
+                "the input or raise max_context_length"
+            )
+        if progress:
+            progress(0, len(ids))
+        for begin in range(0, len(ids), self._prefill_step_size):
+            step = ids[begin : begin + self._prefill_step_size]
+            with self._emptied_on_failure():
+                self.model(mx.array([step]), cache=self._caches)
+                mx.eval([cache.state for cache in self._caches])
+            self._history += step
+            self._prefill_forward_count += 1
             if progress:
-                progress(0, len(ids))
-            for begin in range(0, len(ids), self._prefill_step_size):
-                step = ids[begin : begin + self._prefill_step_size]
-                with self._emptied_on_failure():
-                    self.model(mx.array([step]), cache=self._caches)
-                    mx.eval([cache.state for cache in self._caches])
-                self._history += step
-                self._prefill_forward_count += 1
-                if progress:
-                    progress(begin + len(step), len(ids))
-            mx.clear_cache()
+                progress(begin + len(step), len(ids))
+        mx.clear_cache()
 
+    @one_call
     def verify(
         self,
         block: Sequence[int],
@@ -121,19 +123,18 @@ class DynamicShapeEngine(OneSequence):
 
         A forward that fails on its way leaves the engine empty.
         """
-        with self._exclusive.call("verify"):
-            ids = token_ids(block, self._vocab_size, "verify")
-            if len(ids) != 1:
-                raise ValueError(
-                    f"verify: the dynamic engine takes the anchor alone, got {len(ids)} tokens"
-                )
-            if not self.max_verify_block_length:
-                raise ValueError(
-                    f"verify: the context of {self._context_length} tokens is full; shorten the "
-                    "input or raise max_context_length"
-                )
-            with self._emptied_on_failure():
-                return self._verified(ids, capture, noise_key)
+        ids = token_ids(block, self._vocab_size, "verify")
+        if len(ids) != 1:
+            raise ValueError(
+                f"verify: the dynamic engine takes the anchor alone, got {len(ids)} tokens"
+            )
+        if not self.max_verify_block_length:
+            raise ValueError(
+                f"verify: the context of {self._context_length} tokens is full; shorten the "
+                "input or raise max_context_length"
+            )
+        with self._emptied_on_failure():
+            return self._verified(ids, capture, noise_key)
 
     @contextmanager
     def _emptied_on_failure(self) -> Iterator[None]:
@@ -182,6 +183,7 @@ class DynamicShapeEngine(OneSequence):
         to = max(0, min(to, len(self._history)))
         return to if self.allows_rewind(to) else 0
 
+    @one_call
     def reset(self, to: int) -> None:
         """Shorten history and cursor to `to` tokens.
 
@@ -190,23 +192,22 @@ class DynamicShapeEngine(OneSequence):
             RewindRefused: The caches cannot forget. The engine is as it was.
             EngineBusy: Another thread is inside the engine.
         """
-        with self._exclusive.call("reset"):
-            processed = len(self._history)
-            if not 0 <= to <= processed:
-                raise ValueError(
-                    f"reset: expected a length from 0 to {processed}, the tokens processed so far, "
-                    f"got {to}"
-                )
-            if not self.allows_rewind(to):
-                raise RewindRefused(
-                    f"reset: these caches cannot go back from {processed} tokens to {to}; reset(0) "
-                    "and process the prompt again"
-                )
-            if to == 0:
-                self._caches = make_prompt_cache(self.model)
-            elif to < processed:
-                trim_prompt_cache(self._caches, processed - to)
-            del self._history[to:]
+        processed = len(self._history)
+        if not 0 <= to <= processed:
+            raise ValueError(
+                f"reset: expected a length from 0 to {processed}, the tokens processed so far, "
+                f"got {to}"
+            )
+        if not self.allows_rewind(to):
+            raise RewindRefused(
+                f"reset: these caches cannot go back from {processed} tokens to {to}; reset(0) "
+                "and process the prompt again"
+            )
+        if to == 0:
+            self._caches = make_prompt_cache(self.model)
+        elif to < processed:
+            trim_prompt_cache(self._caches, processed - to)
+        del self._history[to:]
 
 
 def _row_width(model: nn.Module) -> int:

@@ -1,13 +1,23 @@
-"""One engine serves one sequence: whoever comes second is told so instead of mixing two texts."""
+"""One engine serves one sequence: whoever comes second is told so instead of mixing two texts.
+
+Of a lock one does not know, where Ctrl-C arrives as it is acquired, whether it was. So a place is
+a dictionary here that holds its taker: to take it is one operation, and to give it up calls
+nothing, since CPython looks for signals after calls.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from mlxspec.errors import EngineBusy
 
 _ADVICE = "wait for it, or make an engine of your own: StaticShapeEngine(model)"
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Exclusive:
@@ -16,64 +26,69 @@ class Exclusive:
     Args:
         what: How an error calls what is guarded.
         advice: What the second user can do.
+
+    Attributes:
+        caller: Who is inside a call.
+        call_count: Calls so far.
     """
 
     def __init__(self, what: str = "this engine", advice: str = _ADVICE) -> None:
-        self._what = what
-        self._advice = advice
-        self._call = _Place()
-        self._sequence = _Place()
+        self.what = what
+        self.advice = advice
+        self.caller: dict[None, object] = {}
+        self._holder: dict[None, object] = {}
         self.call_count = 0
 
     @contextmanager
-    def call(self, name: str) -> Iterator[None]:
-        """Run one state-changing call; another one at the same time raises `EngineBusy`."""
-        with self._call.taken(f"{name}: another thread is inside {self._what}; {self._advice}"):
-            self.call_count += 1
-            yield
-
-    @contextmanager
     def lease(self) -> Iterator[None]:
-        """Hold the sequence from the first to the last token of a generation."""
-        busy = f"{self._what} is generating for somebody else; {self._advice}"
-        with self._sequence.taken(busy):
+        """Hold the sequence from the first to the last token of a generation.
+
+        Where Ctrl-C arrives in the interpreter's own code around the block, it is free again once
+        the exception is let go.
+        """
+        holder, me = self._holder, object()
+        try:
+            if holder.setdefault(None, me) is not me:
+                raise EngineBusy(f"{self.what} is generating for somebody else; {self.advice}")
             yield
+        finally:
+            try:
+                mine = holder[None] is me
+            except KeyError:
+                mine = False
+            if mine:
+                del holder[None]
 
     @property
     def leased(self) -> bool:
         """Whether somebody holds the sequence now."""
-        return self._sequence.is_taken
+        return None in self._holder
 
 
-class _Place:
-    """Room for one, which Ctrl-C cannot leave taken for good.
+def one_call(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """A method that changes an engine's state: another one meanwhile raises `EngineBusy`.
 
-    Of a lock one does not know, where Ctrl-C arrives as it is acquired, whether it was. Here the
-    taker is known by name. Both steps are single operations of a dictionary, and where the place
-    is given up nothing is called: CPython looks for signals after calls. Where Ctrl-C arrives in
-    the interpreter's own code around the block, the place is free once the exception is let go.
+    The engine has an `Exclusive` for it, `_exclusive`.
     """
+    name = method.__name__
 
-    def __init__(self) -> None:
-        self._taker: dict[None, object] = {}
-
-    @property
-    def is_taken(self) -> bool:
-        """Whether somebody is there now."""
-        return None in self._taker
-
-    @contextmanager
-    def taken(self, busy: str) -> Iterator[None]:
-        """Be there inside the block, or raise `EngineBusy`, which says `busy`."""
-        taker, me = self._taker, object()
+    @wraps(method)
+    def guarded(engine: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        exclusive: Exclusive = engine._exclusive
+        caller, me = exclusive.caller, object()
         try:
-            if taker.setdefault(None, me) is not me:
-                raise EngineBusy(busy)
-            yield
+            if caller.setdefault(None, me) is not me:
+                raise EngineBusy(
+                    f"{name}: another thread is inside {exclusive.what}; {exclusive.advice}"
+                )
+            exclusive.call_count += 1
+            return method(engine, *args, **kwargs)
         finally:
             try:
-                mine = taker[None] is me
+                mine = caller[None] is me
             except KeyError:
                 mine = False
             if mine:
-                del taker[None]
+                del caller[None]
+
+    return guarded

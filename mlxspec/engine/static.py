@@ -12,6 +12,7 @@ import mlx.nn as nn
 
 from mlxspec.engine.ahead import CopyWatch, StepAhead, Submitted
 from mlxspec.engine.costs import TileCosts
+from mlxspec.engine.exclusive import one_call
 from mlxspec.engine.placement import Placement, checked_tile_widths, prefill_ladder, tile_placement
 from mlxspec.engine.protocol import Capture, ProgressCallback, VerifyRows
 from mlxspec.engine.reach import Bound, Reach
@@ -333,6 +334,7 @@ class StaticShapeEngine(OneSequence):
             self._state.begin_call(self._cursor)
             yield
 
+    @one_call
     def prefill(self, tokens: Sequence[int], progress: ProgressCallback | None = None) -> None:
         """Extend the history by `tokens` and process them in wide tiles without logits.
 
@@ -349,26 +351,26 @@ class StaticShapeEngine(OneSequence):
                 for. The engine is as it was.
             EngineBusy: Another thread is inside the engine.
         """
-        with self._exclusive.call("prefill"):
-            self._mend()
-            ids = token_ids(tokens, self._vocab_size, "prefill")
-            _require_length("prefill", len(ids), self._reach.context_bound)
-            report = progress or (lambda processed, total: None)
-            report(0, len(ids))
-            before, state = self._cursor, self._state
-            with _Call(self, ids, prefills=before > 0):
-                reached = before
-                for reached in self._prefill_tiles():
-                    report(max(0, reached - before), len(ids))
-                if reached < len(self._history):
-                    report(len(ids), len(ids))
-                state.pinned = state.position
-                # The tiles have no rows to read.
-                state.non_finite_until = max(state.non_finite_until, len(self._history))
-            self._examine(self._cursor)
-            # Wide tiles leave wide temporaries in MLX's buffer cache, which decoding cannot use.
-            mx.clear_cache()
+        self._mend()
+        ids = token_ids(tokens, self._vocab_size, "prefill")
+        _require_length("prefill", len(ids), self._reach.context_bound)
+        report = progress or (lambda processed, total: None)
+        report(0, len(ids))
+        before, state = self._cursor, self._state
+        with _Call(self, ids, prefills=before > 0):
+            reached = before
+            for reached in self._prefill_tiles():
+                report(max(0, reached - before), len(ids))
+            if reached < len(self._history):
+                report(len(ids), len(ids))
+            state.pinned = state.position
+            # The tiles have no rows to read.
+            state.non_finite_until = max(state.non_finite_until, len(self._history))
+        self._examine(self._cursor)
+        # Wide tiles leave wide temporaries in MLX's buffer cache, which decoding cannot use.
+        mx.clear_cache()
 
+    @one_call
     def verify(
         self,
         block: Sequence[int],
@@ -401,40 +403,39 @@ class StaticShapeEngine(OneSequence):
                 outside the vocabulary. The engine is as it was.
             EngineBusy: Another thread is inside the engine.
         """
-        with self._exclusive.call("verify"):
-            self._mend()
-            ids = token_ids(block, self._vocab_size, "verify")
-            if not ids:
-                raise ValueError("verify: expected at least the anchor, got an empty block")
-            count = 0 if drafted is None else len(drafted)
-            self._examine(self._cursor)
-            _require_length("verify", len(ids) + count, self._reach.verify_bound)
-            before = self._cursor
-            single = not count and len(ids) == 1
-            ahead = ahead and single
-            with _Call(self, ids):
-                begun = self._begun(ids, capture, noise_key) if single else None
-                if drafted is not None and count:
-                    # An id outside would be refused too late: MLX reads past a table unasked.
-                    self._unread = [mx.clip(drafted.astype(mx.int32), 0, self._vocab_size - 1)]
-                if begun is not None:
-                    tiles = [begun.tile]
-                    self._state.checkpoints += begun.checkpoints
-                else:
-                    if not self._place.reaches(before, self._state.position):
-                        # Wider tiles than are left would feed again what is behind the cursor.
-                        self._bring_state_to_cursor()
-                    with self._memory_watched("alone" if ahead else "incomparable"):
-                        tiles = self._verify_tiles(capture, noise_key)
-                        if ahead:
-                            self._submit(tiles[-1].outputs)
-                    self._forward_count += len(tiles)
-                if ahead:
-                    self._step_ahead(tiles[-1], capture, noise_key)
-                rows = self._read_rows(tiles, capture, drafted)
-                self._history += rows.drafted
-            self._state.settle(before)
-            return rows
+        self._mend()
+        ids = token_ids(block, self._vocab_size, "verify")
+        if not ids:
+            raise ValueError("verify: expected at least the anchor, got an empty block")
+        count = 0 if drafted is None else len(drafted)
+        self._examine(self._cursor)
+        _require_length("verify", len(ids) + count, self._reach.verify_bound)
+        before = self._cursor
+        single = not count and len(ids) == 1
+        ahead = ahead and single
+        with _Call(self, ids):
+            begun = self._begun(ids, capture, noise_key) if single else None
+            if drafted is not None and count:
+                # An id outside would be refused too late: MLX reads past a table unasked.
+                self._unread = [mx.clip(drafted.astype(mx.int32), 0, self._vocab_size - 1)]
+            if begun is not None:
+                tiles = [begun.tile]
+                self._state.checkpoints += begun.checkpoints
+            else:
+                if not self._place.reaches(before, self._state.position):
+                    # Wider tiles than are left would feed again what is behind the cursor.
+                    self._bring_state_to_cursor()
+                with self._memory_watched("alone" if ahead else "incomparable"):
+                    tiles = self._verify_tiles(capture, noise_key)
+                    if ahead:
+                        self._submit(tiles[-1].outputs)
+                self._forward_count += len(tiles)
+            if ahead:
+                self._step_ahead(tiles[-1], capture, noise_key)
+            rows = self._read_rows(tiles, capture, drafted)
+            self._history += rows.drafted
+        self._state.settle(before)
+        return rows
 
     def roll_out_limit(self, pending: int) -> int:
         """Most tokens that `roll_out` chooses after `pending` tokens at the cursor.
@@ -444,6 +445,7 @@ class StaticShapeEngine(OneSequence):
         """
         return self._reach.roll_out_limit(pending)
 
+    @one_call
     def roll_out(
         self,
         tokens: Sequence[int],
@@ -470,21 +472,21 @@ class StaticShapeEngine(OneSequence):
                 for. The engine is as it was.
             EngineBusy: Another thread is inside the engine.
         """
-        with self._exclusive.call("roll_out"):
-            self._mend()
-            ids = token_ids(tokens, self._vocab_size, "roll_out")
-            if not ids:
-                raise ValueError("roll_out: expected at least one token to go on from, got none")
-            _require_length("roll_out", len(ids), self._reach.verify_bound)
-            limit = self.roll_out_limit(len(ids))
-            if not 1 <= count <= limit:
-                raise ValueError(f"roll_out: expected 1 to {limit} tokens to choose, got {count}")
-            before = self._cursor
-            with _Call(self, ids):
-                rollout = self._rollout = self._rolled_out(count, capture, noise_key, go_on)
-            self._state.settle(before)
-            return rollout
+        self._mend()
+        ids = token_ids(tokens, self._vocab_size, "roll_out")
+        if not ids:
+            raise ValueError("roll_out: expected at least one token to go on from, got none")
+        _require_length("roll_out", len(ids), self._reach.verify_bound)
+        limit = self.roll_out_limit(len(ids))
+        if not 1 <= count <= limit:
+            raise ValueError(f"roll_out: expected 1 to {limit} tokens to choose, got {count}")
+        before = self._cursor
+        with _Call(self, ids):
+            rollout = self._rollout = self._rolled_out(count, capture, noise_key, go_on)
+        self._state.settle(before)
+        return rollout
 
+    @one_call
     def keep(self, count: int) -> None:
         """Take the first `count` tokens of the last rollout into the history.
 
@@ -493,24 +495,23 @@ class StaticShapeEngine(OneSequence):
                 The engine is as it was.
             EngineBusy: Another thread is inside the engine.
         """
-        with self._exclusive.call("keep"):
-            self._mend()
-            rollout = self._rollout
-            processed = 0 if rollout is None else rollout.processed
-            if not 0 <= count <= processed:
-                raise ValueError(
-                    f"keep: expected 0 to {processed} tokens, which is what the last rollout has "
-                    f"processed, got {count}"
-                )
-            if rollout is None:
-                return
-            with self._emptied_on_device_failure():
-                ids = rollout.ids(count)
-            self._forget_unread()
-            cursor = self._cursor + count
-            self._history += ids
-            self._state.checkpoints += [c for c in rollout.checkpoints if c.position <= cursor]
-            self._cursor = cursor
+        self._mend()
+        rollout = self._rollout
+        processed = 0 if rollout is None else rollout.processed
+        if not 0 <= count <= processed:
+            raise ValueError(
+                f"keep: expected 0 to {processed} tokens, which is what the last rollout has "
+                f"processed, got {count}"
+            )
+        if rollout is None:
+            return
+        with self._emptied_on_device_failure():
+            ids = rollout.ids(count)
+        self._forget_unread()
+        cursor = self._cursor + count
+        self._history += ids
+        self._state.checkpoints += [c for c in rollout.checkpoints if c.position <= cursor]
+        self._cursor = cursor
 
     def allows_rewind(self, to: int) -> bool:
         """Whether `reset(to)` would succeed: the state holds what the next forward there needs.
@@ -529,6 +530,7 @@ class StaticShapeEngine(OneSequence):
         """
         return self._reach.longest_rewind(to)
 
+    @one_call
     def reset(self, to: int) -> None:
         """Shorten history and cursor to `to` tokens; 0 also zeroes the state.
 
@@ -538,38 +540,38 @@ class StaticShapeEngine(OneSequence):
                 layer of it, is as it was.
             EngineBusy: Another thread is inside the engine.
         """
-        with self._exclusive.call("reset"):
+        self._mend()
+        if not 0 <= to <= self._cursor:
+            raise ValueError(
+                f"reset: expected a length from 0 to {self._cursor}, the tokens processed so "
+                f"far, got {to}"
+            )
+        if reason := self._reach.why_no_rewind(to):
+            raise RewindRefused(
+                f"reset: cannot go back from {self._cursor} tokens to {to}: {reason}. Use "
+                "reset(0) and process the tokens again"
+            )
+        self._forget_unread()
+        self._cursor = to
+        if to == 0:
+            self._history.clear()
+            self._state.empty()
+        else:
             self._mend()
-            if not 0 <= to <= self._cursor:
-                raise ValueError(
-                    f"reset: expected a length from 0 to {self._cursor}, the tokens processed so "
-                    f"far, got {to}"
-                )
-            if reason := self._reach.why_no_rewind(to):
-                raise RewindRefused(
-                    f"reset: cannot go back from {self._cursor} tokens to {to}: {reason}. Use "
-                    "reset(0) and process the tokens again"
-                )
-            self._forget_unread()
-            self._cursor = to
-            if to == 0:
-                self._history.clear()
-                self._state.empty()
-            else:
-                self._mend()
 
+    @one_call
     def image(self) -> StateImage:
         """What the engine holds, without padding and rejected rows: see `restore`.
 
         Raises:
             EngineBusy: Another thread is inside the engine.
         """
-        with self._exclusive.call("image"):
-            self._mend()
-            start = self._bring_state_to_cursor()
-            kept = min(self._reach.always_kept, start)
-            return image_of(self._state, list(self._history), kept)
+        self._mend()
+        start = self._bring_state_to_cursor()
+        kept = min(self._reach.always_kept, start)
+        return image_of(self._state, list(self._history), kept)
 
+    @one_call
     def restore(self, image: StateImage) -> None:
         """Hold what another engine of this model held, and nothing else.
 
@@ -578,29 +580,28 @@ class StaticShapeEngine(OneSequence):
                 its context, the widths of its tiles, its quantisation. It is as it was.
             EngineBusy: Another thread is inside the engine.
         """
-        with self._exclusive.call("restore"):
-            self._mend()
-            tokens = token_ids(image.tokens, self._vocab_size, "the image's tokens")
-            count = len(tokens)
-            if count >= self._context_length:
-                raise ValueError(
-                    f"it holds {count} tokens, too many for a context of {self._context_length}; "
-                    "raise max_context_length"
-                )
-            forms = self._state.forms
-            if reason := why_not(image, forms[1 if image.is_quantized else 0]):
-                raise ValueError(reason)
-            capacity = max(self._state.capacity, self._capacity_for(max(1, count)))
-            state = ModelState(*forms, capacity)
-            if count:
-                put_image(state, image)
-            if reason := self._reach.why_not_on(state, count):
-                raise ValueError(reason)
-            for tiles in self._tiles.values():
-                tiles.forget_other_capacities(capacity)
-            self._forget_unread()
-            # As one, should Ctrl-C arrive here.
-            self._state, self._history, self._cursor = state, tokens, count
+        self._mend()
+        tokens = token_ids(image.tokens, self._vocab_size, "the image's tokens")
+        count = len(tokens)
+        if count >= self._context_length:
+            raise ValueError(
+                f"it holds {count} tokens, too many for a context of {self._context_length}; "
+                "raise max_context_length"
+            )
+        forms = self._state.forms
+        if reason := why_not(image, forms[1 if image.is_quantized else 0]):
+            raise ValueError(reason)
+        capacity = max(self._state.capacity, self._capacity_for(max(1, count)))
+        state = ModelState(*forms, capacity)
+        if count:
+            put_image(state, image)
+        if reason := self._reach.why_not_on(state, count):
+            raise ValueError(reason)
+        for tiles in self._tiles.values():
+            tiles.forget_other_capacities(capacity)
+        self._forget_unread()
+        # As one, should Ctrl-C arrive here.
+        self._state, self._history, self._cursor = state, tokens, count
 
     def _mend(self) -> None:
         """Take back what a call left half done that failed, or because Ctrl-C came inside.

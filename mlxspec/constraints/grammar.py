@@ -37,7 +37,14 @@ _ESCAPE_CLASS_OR_FLAGS = re.compile(
 )
 # Keywords of a JSON schema that hold values, not schemas, and those that hold schemas by names.
 _VALUES = ("const", "enum", "default", "examples")
-_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_BY_NAME = (
+    "properties",
+    "patternProperties",
+    "$defs",
+    "definitions",
+    "dependentSchemas",
+    "dependencies",
+)
 # How many forced bytes are followed to see whether a grammar has any text at all.
 _LONGEST_PROOF = 256
 

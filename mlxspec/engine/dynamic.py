@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -57,13 +56,15 @@ class DynamicShapeEngine(OneSequence):
         super().__init__(model, _row_width(model), context_length)
         self._prefill_step_size = prefill_step_size
         self._caches = make_prompt_cache(model)
+        # Whether something is at work on the caches, or has left them half done.
+        self._unsure = False
         reason = why_not_static(model) or "it was asked for"
         self.why_no_speculation = f"the dynamic engine decodes plainly: {reason}"
 
     @property
     def processed_token_count(self) -> int:
         """The cursor: how many tokens the caches cover."""
-        return len(self._history)
+        return 0 if self._unsure else len(self._history)
 
     @property
     def max_verify_block_length(self) -> int:
@@ -86,6 +87,7 @@ class DynamicShapeEngine(OneSequence):
 
         A forward that fails on its way leaves the engine empty.
         """
+        self._mend()
         ids = token_ids(tokens, self._vocab_size, "prefill")
         room = self._context_length - 1 - len(self._history)
         if len(ids) > room:
@@ -98,10 +100,15 @@ class DynamicShapeEngine(OneSequence):
             progress(0, len(ids))
         for begin in range(0, len(ids), self._prefill_step_size):
             step = ids[begin : begin + self._prefill_step_size]
-            with self._emptied_on_failure():
+            try:
+                self._unsure = True
                 self.model(mx.array([step]), cache=self._caches)
                 mx.eval([cache.state for cache in self._caches])
-            self._history += step
+                self._history += step
+                self._unsure = False
+            except BaseException:
+                self._mend()
+                raise
             self._prefill_forward_count += 1
             if progress:
                 progress(begin + len(step), len(ids))
@@ -123,6 +130,7 @@ class DynamicShapeEngine(OneSequence):
 
         A forward that fails on its way leaves the engine empty.
         """
+        self._mend()
         ids = token_ids(block, self._vocab_size, "verify")
         if len(ids) != 1:
             raise ValueError(
@@ -133,20 +141,27 @@ class DynamicShapeEngine(OneSequence):
                 f"verify: the context of {self._context_length} tokens is full; shorten the "
                 "input or raise max_context_length"
             )
-        with self._emptied_on_failure():
-            return self._verified(ids, capture, noise_key)
-
-    @contextmanager
-    def _emptied_on_failure(self) -> Iterator[None]:
-        """How far a forward that failed moved the caches, nobody can tell."""
         try:
-            yield
+            self._unsure = True
+            rows = self._rows_after(ids, capture, noise_key)
+            self._history += ids
+            self._unsure = False
         except BaseException:
-            self._caches = make_prompt_cache(self.model)
-            self._history.clear()
+            self._mend()
             raise
+        self._forward_count += 1
+        return rows
 
-    def _verified(self, ids: list[int], capture: Capture, noise_key: mx.array | None) -> VerifyRows:
+    def _mend(self) -> None:
+        """Empty the engine if nobody can tell how far a call that did not end moved the caches."""
+        if self._unsure:
+            self._history.clear()
+            self._caches = make_prompt_cache(self.model)
+            self._unsure = False
+
+    def _rows_after(
+        self, ids: list[int], capture: Capture, noise_key: mx.array | None
+    ) -> VerifyRows:
         logits = self.model(mx.array([ids]), cache=self._caches)[:, -1]
         rows = LogitRowScan(top_k=capture.top_k)(logits)
         choice = rows.argmax
@@ -157,8 +172,6 @@ class DynamicShapeEngine(OneSequence):
             choice = LogitRowScan()(capture.scores(logits, position, noise_key)).argmax
         head: Any = mx.stack([choice, rows.nan_count]).tolist()
         argmax, nan_count = head
-        self._history += ids
-        self._forward_count += 1
         return VerifyRows(
             argmax,
             nan_count,
@@ -170,9 +183,9 @@ class DynamicShapeEngine(OneSequence):
 
     def allows_rewind(self, to: int) -> bool:
         """Whether `reset(to)` would succeed: always to 0, else where mlx-lm can trim its caches."""
-        if not 0 <= to <= len(self._history):
+        if not 0 <= to <= self.processed_token_count:
             return False
-        if to in (0, len(self._history)):
+        if to in (0, self.processed_token_count):
             return True
         # A chunked cache drops its oldest keys, and says all the same that it can be trimmed.
         chunked = any(isinstance(cache, ChunkedKVCache) for cache in self._caches)
@@ -180,7 +193,7 @@ class DynamicShapeEngine(OneSequence):
 
     def longest_rewind(self, to: int) -> int:
         """The farthest length, `to` or less, that a next turn may go on from."""
-        to = max(0, min(to, len(self._history)))
+        to = max(0, min(to, self.processed_token_count))
         return to if self.allows_rewind(to) else 0
 
     @one_call
@@ -192,6 +205,7 @@ class DynamicShapeEngine(OneSequence):
             RewindRefused: The caches cannot forget. The engine is as it was.
             EngineBusy: Another thread is inside the engine.
         """
+        self._mend()
         processed = len(self._history)
         if not 0 <= to <= processed:
             raise ValueError(
@@ -203,11 +217,17 @@ class DynamicShapeEngine(OneSequence):
                 f"reset: these caches cannot go back from {processed} tokens to {to}; reset(0) "
                 "and process the prompt again"
             )
-        if to == 0:
-            self._caches = make_prompt_cache(self.model)
-        elif to < processed:
-            trim_prompt_cache(self._caches, processed - to)
-        del self._history[to:]
+        try:
+            self._unsure = True
+            if to == 0:
+                self._caches = make_prompt_cache(self.model)
+            elif to < processed:
+                trim_prompt_cache(self._caches, processed - to)
+            del self._history[to:]
+            self._unsure = False
+        except BaseException:
+            self._mend()
+            raise
 
 
 def _row_width(model: nn.Module) -> int:

@@ -47,7 +47,7 @@ class OneSequence:
 
     @property
     def call_count(self) -> int:
-        """Calls of `prefill`, `verify` and `reset` so far."""
+        """Calls so far of the methods that `one_call` guards."""
         return self._exclusive.call_count
 
     @property

@@ -505,8 +505,11 @@ class StaticShapeEngine(OneSequence):
             )
         if rollout is None:
             return
-        with self._emptied_on_device_failure():
+        try:
             ids = rollout.ids(count)
+        except Exception as failure:
+            self._cursor = 0
+            raise self._emptied(failure) from failure
         self._forget_unread()
         cursor = self._cursor + count
         self._history += ids
@@ -606,17 +609,24 @@ class StaticShapeEngine(OneSequence):
     def _mend(self) -> None:
         """Take back what a call left half done that failed, or because Ctrl-C came inside.
 
-        The cursor says what stays. Every call begins so, and one that fails ends so; where Ctrl-C
-        keeps it from that, the next one does it.
+        The cursor says what stays. Every call begins so, and those that add tokens end so if they
+        fail; where Ctrl-C keeps them from that, the next call does it.
         """
         state = self._state
         del self._history[self._cursor :]
-        if state.journal is not None:
+        if self._cursor == 0:
+            if not state.is_empty:
+                self._rollout = self._ahead = None
+                state.empty()
+            state.journal = None
+        elif state.journal is not None:
             # All that was written is doubted anyhow, whatever they would say of it.
             self._rollout = self._ahead = None
-            state.undo()
-        if self._cursor == 0 and not state.is_empty:
-            state.empty()
+            try:
+                state.undo()
+            except Exception as failure:
+                self._cursor = 0
+                raise self._emptied(failure) from failure
         if self._ahead is not None and (
             self._ahead.position != self._cursor or state.non_finite_until > self._cursor
         ):
@@ -632,10 +642,11 @@ class StaticShapeEngine(OneSequence):
 
     def _decode_in(self, widths: tuple[int, ...]) -> None:
         """Use these widths: the ladder, or the part of it that computes the same bits."""
-        self._widths = widths
-        self._place = tile_placement(self._placement, widths, self._limits, self._recurrent)
+        place = tile_placement(self._placement, widths, self._limits, self._recurrent)
+        prefill_widths = place.prefill_widths(self._step_widths)
+        # As one, should Ctrl-C arrive here.
+        self._widths, self._place, self._prefill_widths = widths, place, prefill_widths
         self._aligned = self._placement == "aligned"
-        self._prefill_widths = self._place.prefill_widths(self._step_widths)
 
     def _equal_widths(self) -> tuple[int, ...]:
         """The part of the ladder that is one class, so that no draft length changes a bit."""
@@ -804,8 +815,11 @@ class StaticShapeEngine(OneSequence):
         for unread in (self._rollout, self._ahead):
             if unread is None:
                 continue
-            with self._emptied_on_device_failure():
+            try:
                 nan_counts: Any = unread.nan_counts.tolist()
+            except Exception as failure:
+                self._cursor = 0
+                raise self._emptied(failure) from failure
             if any(nan_counts):
                 self._state.non_finite_until = max(self._state.non_finite_until, unread.end)
         self._rollout = self._ahead = None
@@ -893,33 +907,37 @@ class StaticShapeEngine(OneSequence):
     def _evaluate(self, outputs: list[list[mx.array]], *, with_state: bool = True) -> None:
         """Compute outputs, and the state."""
         state = self._state
-        with self._emptied_on_device_failure():
+        try:
             if with_state:
                 arrays = [checkpoint.arrays for checkpoint in state.checkpoints]
                 mx.eval(outputs, state.slots, arrays)
             else:
                 mx.eval(outputs)
+        except Exception as failure:
+            self._cursor = 0
+            raise self._emptied(failure) from failure
 
     def _submit(self, *arrays: Any) -> None:
         """Let the device begin; the host goes on."""
-        with self._emptied_on_device_failure():
-            mx.async_eval(*arrays)
-
-    @contextmanager
-    def _emptied_on_device_failure(self) -> Iterator[None]:
-        """A device that fails takes the state with it."""
-        state = self._state
         try:
-            yield
+            mx.async_eval(*arrays)
         except Exception as failure:
-            self._history.clear()
             self._cursor = 0
-            self._rollout = self._ahead = None
-            state.empty()
-            raise RuntimeError(
-                "the device failed while it computed a forward; the engine was emptied, so begin "
-                f"again with the whole prompt ({failure})"
-            ) from failure
+            raise self._emptied(failure) from failure
+
+    def _emptied(self, failure: Exception) -> RuntimeError:
+        """A device that fails takes the state with it; this is what to raise.
+
+        Whoever catches the failure sets the cursor to 0 first, with nothing between where Ctrl-C
+        could come: then the next call does the rest, if this one does not.
+        """
+        self._rollout = self._ahead = None
+        self._history.clear()
+        self._state.empty()
+        return RuntimeError(
+            "the device failed while it computed a forward; the engine was emptied, so begin "
+            f"again with the whole prompt ({failure})"
+        )
 
     def _capacity_for(self, tokens: int) -> int:
         """Room to make for `tokens`: doublings of the first span, up to the last span.

@@ -104,12 +104,12 @@ class Tiles:
             slots: Arrays,
             recurrent: Arrays,
         ) -> tuple[Arrays, Arrays, Arrays]:
-            self._count_trace(key)
             frame = TileFrame(key.width, key.span, start, prefill=key.capture is None)
             caches = layout.bind(slots, recurrent, frame)
             logits = model(tokens, cache=caches)[0]
             state = layout.collect(caches)
             if key.capture is None:
+                self._count_trace(key)
                 return [], *state
             rows = LogitRowScan(cap=cap, top_k=key.capture.top_k)(logits)
             choice = rows.argmax
@@ -122,11 +122,13 @@ class Tiles:
                 outputs.append(logits)
             if rows.top_values is not None and rows.top_indices is not None:
                 outputs += [rows.top_values, rows.top_indices]
+            self._count_trace(key)
             return outputs, *state
 
         return forward
 
     def _count_trace(self, key: TileKey) -> None:
+        """A trace has come to its end: one that Ctrl-C ends is made again."""
         self.trace_count += 1
         if key in self._traced.keys:
             self._compiled = False

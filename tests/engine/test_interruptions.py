@@ -6,9 +6,10 @@ are those of an engine that was never interrupted.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -22,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mlxspec
-from mlxspec import Capture, StaticShapeEngine
+from mlxspec import Capture, DynamicShapeEngine, StaticShapeEngine
 from mlxspec.engine.state import ModelState
 from tests.cases import prompt_of, varied_model
 
@@ -42,7 +43,9 @@ CALLS = ("prefill", "verify", "verify ahead", "roll_out", "keep", "reset", "imag
 
 
 class Interruptions:
-    """Raises KeyboardInterrupt at lines of the engine's code, and has the device done till then.
+    """Raises KeyboardInterrupt in the engine's code, and has the device done till then.
+
+    That is at lines and where functions begin, in context managers too.
 
     Args:
         moments: After so many lines, and after so many more; none counts lines.
@@ -76,9 +79,10 @@ class Interruptions:
     def _traced(self, frame: FrameType, event: str, argument: object) -> Any:
         # Of `exclusive`, the promise is about CPython's signals and not about lines.
         code = frame.f_code.co_filename
-        if not code.startswith(ENGINE_CODE) or code.endswith("exclusive.py"):
+        inside = code.startswith(ENGINE_CODE) and not code.endswith("exclusive.py")
+        if not inside and code != contextlib.__file__:
             return None
-        if event == "line":
+        if event in ("call", "line"):
             self.lines += 1
             if self.left and self.lines >= self.left[0]:
                 self.lines = 0
@@ -156,7 +160,7 @@ def run(engine: StaticShapeEngine, name: str, block: list[int], to: int, image: 
     name=st.sampled_from(CALLS),
     length=st.sampled_from([3, 12, 18, 29, 47, 60]),
     block=st.lists(st.sampled_from([1, 5, 8, 13, 40, POISON]), min_size=2, max_size=40),
-    moment=st.floats(0, 1),
+    moment=st.floats(0, 1, exclude_max=True),
     second=st.none() | st.integers(1, 40),
     ahead=st.booleans(),
     share=st.floats(0, 1),
@@ -180,14 +184,17 @@ def test_whoever_goes_on_after_ctrl_c_meets_nothing_of_the_call(
     image = prepared(interrupted)
     with Interruptions([]) as whole:
         run(interrupted, name, block, to, image)
-    image = prepared(interrupted)
-    assert list(interrupted.tokens) == held
-    moments = [1 + int(moment * whole.lines), *([] if second is None else [second])]
-    try:
-        with Interruptions(moments, lambda: mx.eval(interrupted._state.slots)) as done:
+    lines, interruptions = whole.lines, 0
+    while not interruptions:
+        image = prepared(interrupted)
+        assert list(interrupted.tokens) == held
+        moments = [1 + int(moment * lines), *([] if second is None else [second])]
+        done = Interruptions(moments, lambda: mx.eval(interrupted._state.slots))
+        with contextlib.suppress(KeyboardInterrupt), done:
             run(interrupted, name, block, to, image)
-    except KeyboardInterrupt:
-        assert len(done.left) < len(moments)
+        interruptions = len(moments) - len(done.left)
+        # What the first run traced takes fewer lines now.
+        lines = done.lines
     # It has not happened, or it has.
     kept = list(interrupted.tokens)[: interrupted.processed_token_count]
     if kept != held:
@@ -360,11 +367,14 @@ def test_ctrl_c_right_after_the_step_under_way_was_taken_forgets_nothing(setting
     family, changes, _ = SETTINGS[setting]
     model = copy.deepcopy(varied_model(family, **changes, tie_word_embeddings=False))
     options = {"tile_widths": (1, 2, 4, 8), "span_step": 64, "max_context_length": 120}
-    text = prompt_of(30, seed=4)
     asked = StaticShapeEngine(model, **options)
-    asked.prefill(text)
-    chosen = asked.verify([5]).argmax[0]
-    assert chosen not in [*text, 5, *prompt_of(30, seed=6)]
+    for seed in range(20):
+        text = prompt_of(30, seed)
+        asked.reset(0)
+        asked.prefill(text)
+        chosen = asked.verify([5]).argmax[0]
+        if chosen not in [*text, 5, *prompt_of(30, seed=6)]:
+            break
     model.model.embed_tokens.weight[chosen] = mx.nan
     interrupted, clean = (StaticShapeEngine(model, **options) for _ in "ab")
     for engine in (interrupted, clean):
@@ -383,3 +393,87 @@ def test_ctrl_c_right_after_the_step_under_way_was_taken_forgets_nothing(setting
     for engine in (interrupted, clean):
         engine.reset(30)
     go_on_alike(interrupted, clean)
+
+
+@pytest.mark.parametrize("setting", ["llama, quantized", "gemma3_text", "lfm2"])
+def test_where_there_is_no_room_to_grow_the_engine_is_as_it_was(setting, monkeypatch):
+    interrupted, clean = engines(setting)
+    for engine in (interrupted, clean):
+        begin(engine)
+        engine.prefill(prompt_of(18, seed=4))
+    evaluate, most = mx.eval, interrupted.capacity
+
+    def no_room(*arrays: Any) -> None:
+        if any(isinstance(array, mx.array) and array.shape[2] > most for array in arrays):
+            raise RuntimeError("no room")
+        evaluate(*arrays)
+
+    monkeypatch.setattr(mx, "eval", no_room)
+    with pytest.raises(RuntimeError, match="no room"):
+        interrupted.prefill(prompt_of(120, seed=8))
+    monkeypatch.undo()
+    go_on_alike(interrupted, clean)
+
+
+@pytest.mark.parametrize("setting", ["llama, quantized", "gemma3_text", "lfm2"])
+def test_where_there_is_no_room_for_what_was_there_the_engine_is_emptied(setting, monkeypatch):
+    interrupted, clean = engines(setting)
+    for engine in (interrupted, clean):
+        begin(engine)
+    interrupted.prefill(prompt_of(18, seed=4))
+
+    def no_room(*arguments: Any) -> None:
+        raise RuntimeError("no room")
+
+    def fail(processed: int, total: int) -> None:
+        if processed:
+            monkeypatch.setattr(ModelState, "grow", no_room)
+            raise OSError("full")
+
+    with pytest.raises(RuntimeError, match="the engine was emptied"):
+        interrupted.prefill(prompt_of(20, seed=8), fail)
+    monkeypatch.undo()
+    go_on_alike(interrupted, clean)
+
+
+@pytest.mark.parametrize("calls", [("prefill",), ("verify",), ("reset",), ("prefill", "reset")])
+def test_a_dynamic_engine_is_right_or_empty_after_ctrl_c_at_any_line(calls):
+    model = varied_model("llama")
+    interrupted, clean = DynamicShapeEngine(model), DynamicShapeEngine(model)
+    text = prompt_of(12, seed=4)
+
+    def go(engine: DynamicShapeEngine, calls: Sequence[str]) -> None:
+        for call in calls:
+            if call == "prefill":
+                engine.prefill(prompt_of(5, seed=5))
+            elif call == "verify":
+                engine.verify([7])
+            else:
+                engine.reset(6)
+
+    def kept(engine: DynamicShapeEngine) -> tuple[int, ...]:
+        return tuple(engine.tokens)[: engine.processed_token_count]
+
+    def begin_anew(engine: DynamicShapeEngine) -> None:
+        engine.reset(0)
+        engine.prefill(text)
+
+    expected: dict[tuple[int, ...], Any] = {}
+    for count in range(len(calls) + 1):
+        begin_anew(clean)
+        go(clean, calls[:count])
+        held = kept(clean)
+        expected[held] = clean.verify([9], LOGITS).logits
+    clean.reset(0)
+    expected[()] = clean.verify([9], LOGITS).logits
+    begin_anew(interrupted)
+    with Interruptions([]) as whole:
+        go(interrupted, calls)
+    assert whole.lines > 10
+    for moment in range(1, whole.lines + 1):
+        for second in ([], [1], [3]):
+            begin_anew(interrupted)
+            with contextlib.suppress(KeyboardInterrupt), Interruptions([moment, *second]):
+                go(interrupted, calls)
+            rows = expected[kept(interrupted)]
+            assert mx.array_equal(interrupted.verify([9], LOGITS).logits, rows)

@@ -123,8 +123,10 @@ class StateLayout:
         One array is copied at a time, so the peak is one array more, not one state more.
         """
         for index, layer in enumerate(self.layer_of_each_array):
-            slots[index] = layer.grow(slots[index], capacity)
-            mx.eval(slots[index])
+            grown = layer.grow(slots[index], capacity)
+            # There may be no room for it, and then there is still the old one.
+            mx.eval(grown)
+            slots[index] = grown
 
     def clear(self, slots: list[mx.array], begin: int, end: int, high_water: int) -> None:
         """Zero what was written of the slots of positions begin..end-1, in place in the list.

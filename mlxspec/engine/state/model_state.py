@@ -23,7 +23,7 @@ class Journal:
 
     Decode tiles need little of it: rings are deep enough for any block that is rejected, and
     checkpoints are revoked by their position. A prefill tile overwrites rings, so the old ones are
-    held meanwhile, and MLX copies them once.
+    held meanwhile, and MLX copies them once. So are keys and values that the call quantises.
 
     Attributes:
         layout: The layers before the call.

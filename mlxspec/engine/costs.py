@@ -20,6 +20,8 @@ BUDGET_IN_STEPS = 25.0
 BUDGET_IN_SECONDS = 0.1
 # Less than this share saved is no saving: clocks are not that exact.
 _NOTICEABLE = 0.03
+# A tile that took so much longer than others let expect is timed once more.
+_SUSPICIOUS = 1.25
 
 Clock = Callable[[], float]
 
@@ -106,10 +108,11 @@ def measure_costs(
         expected = min(known.of(width), found[widths[0]] * width / widths[0])
         if 2 * expected > left:
             return False
-        calls = 5 if 50 * expected < left else 2 if 8 * expected < left else 1
+        # Where time is short, to see one width more is worth more than to see one again.
+        calls = 5 if 50 * expected < left else 1
         found[width] = least(width, calls)
         left -= (calls + 1) * found[width]
-        if found[width] > (1 + _NOTICEABLE) * expected and found[width] <= left:
+        if found[width] > _SUSPICIOUS * expected and found[width] <= left:
             # Dearer than expected may mean that something else ran meanwhile.
             found[width] = min(found[width], once(width))
             left -= found[width]

@@ -82,6 +82,17 @@ def test_widening_stops_once_a_row_costs_no_less():
     assert max(measure_costs(late, CANDIDATE_WIDTHS, late.clock).widths) >= 16
 
 
+def test_the_wide_tiles_are_reached_where_one_row_is_quick():
+    """SmolLM2 in float32 under OpenBLAS on two cores: rows get cheaper up to 32 of them."""
+    costs = TileCosts(
+        ((1, 0.048), (2, 0.057), (4, 0.067), (8, 0.078), (16, 0.102), (32, 0.175), (64, 0.36))
+    )
+    engine = TimedEngine(costs.of)
+    found = measure_costs(engine, CANDIDATE_WIDTHS, engine.clock)
+    assert engine.spent <= BUDGET_IN_STEPS * 0.048 + 0.1
+    assert 32 in tile_widths_that_pay(found)
+
+
 def test_widths_that_save_nothing_are_left_out():
     costs = TileCosts(((1, 1.0), (2, 1.5), (4, 1.51), (8, 3.1), (16, 3.0), (32, 9.0)))
     assert tile_widths_that_pay(costs) == (1, 4, 16)

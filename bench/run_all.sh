@@ -12,8 +12,10 @@ python=${PYTHON:-python3}
 case ${1:-} in
 openblas)
     "$python" -m bench.trace_cost --openblas
-    "$python" -m bench.compare_mlx_lm --setting f32-openblas --repeats 2 --plot
-    "$python" -m bench.compare_mlx_lm --setting gemma3-layers --repeats 3
+    "$python" -m bench.compare_mlx_lm --setting f32-openblas --repeats 2 --plot \
+        --contenders "mlxspec plain" "mlxspec lookup" "mlxspec draft model"
+    "$python" -m bench.compare_mlx_lm --setting gemma3-layers --repeats 3 --max-tokens 64 \
+        --contenders "mlxspec plain" "mlxspec draft model"
     ;;
 stock)
     "$python" -m bench.cache_cost

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -49,7 +51,8 @@ class Tiles:
         self._model = model
         self._raw = raw_head(model)
         self._layout = layout
-        self._tiles: dict[TileKey, TileFunction] = {}
+        # The compiled function, and the one that it calls to be traced.
+        self._tiles: dict[TileKey, tuple[TileFunction, TileFunction]] = {}
         self._traced = _TracedInThisThread()
         self._compiled: bool | None = None
         self.trace_count = 0
@@ -63,12 +66,12 @@ class Tiles:
             in are consumed. Outputs are `[]` for prefill, else int32 [2, width] with the argmax
             and the NaN count of every row, then the logits and top-k that `capture` names.
         """
-        tile = self._tiles.get(key)
-        if tile is None:
-            tile = self._tiles[key] = mx.compile(self._forward(key))
+        if key not in self._tiles:
+            forward = self._forward(key)
+            self._tiles[key] = _compiled_of(forward), forward
         elif key in self._traced.keys and self._compiled is None:
             self._compiled = True
-        return tile
+        return self._tiles[key][0]
 
     @property
     def final_cap(self) -> float | None:
@@ -133,6 +136,30 @@ class Tiles:
         if key in self._traced.keys:
             self._compiled = False
         self._traced.keys.add(key)
+
+
+# What MLX was given to compile, and must not be freed; see `_compiled_of`.
+_given: list[TileFunction] = []
+
+
+def _compiled_of(function: TileFunction) -> TileFunction:
+    """`mx.compile`, of a function at whose address no other one will ever be.
+
+    MLX finds a graph by the address of the function, and where several threads have called it
+    does not forget all of its graphs when it goes (0.32.4, measured): the next function at that
+    address would be answered from a graph of the old one, silently. So what MLX is given is kept
+    for good. It is small: what it calls, and with it the model, it does not keep.
+    """
+    called = weakref.ref(function)
+
+    def traced(*arguments: Any) -> tuple[Arrays, Arrays, Arrays]:
+        forward = called()
+        assert forward is not None, "a tile is called by who holds it"
+        return forward(*arguments)
+
+    _given.append(traced)
+    compiled: TileFunction = mx.compile(traced)
+    return compiled
 
 
 class _TracedInThisThread(threading.local):

@@ -353,6 +353,26 @@ def test_an_engine_works_from_another_thread_and_traces_again_there(model):
     assert results[1] is not False
 
 
+def test_engines_that_two_threads_have_used_leave_no_graph_to_later_ones():
+    models = [tiny_model("llama", seed=seed) for seed in (1, 2)]
+    fresh = [make(one, widths=(1,)).verify([5], Capture(logits=True)).logits for one in models]
+    for turn in range(40):
+        engine = make(models[turn % 2], widths=(1,))
+        rows = []
+
+        def ask(engine=engine, rows=rows):
+            engine.reset(0)
+            rows.append(engine.verify([5], Capture(logits=True)).logits)
+
+        ask()
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+        assert all(mx.array_equal(row, fresh[turn % 2]) for row in rows)
+        del engine, ask, rows, thread
+        gc.collect()
+
+
 class Guarded:
     def __init__(self):
         self._exclusive = Exclusive()

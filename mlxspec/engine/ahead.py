@@ -78,7 +78,8 @@ class CopyWatch:
     it reads. So what memory grows by when a step is submitted with nothing under way, which is
     its temporaries, is compared with what it grows by when the next one is. The growth of later
     ones tells nothing: each frees its predecessor's copies while it makes its own. Memory is the
-    whole process's, and so nothing is put down to copies that is larger than they could be.
+    whole process's, and so nothing is put down to copies that is larger than they could be, or not
+    nearly the same each time.
 
     Attributes:
         copies: How many bytes more it grew by, once that was dear and seen often enough; else 0.

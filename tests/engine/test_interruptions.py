@@ -341,6 +341,20 @@ def test_a_step_under_way_is_dropped_where_another_call_fails(setting, failing):
         assert mx.array_equal(rows.logits, expected.logits, equal_nan=True)
 
 
+@pytest.mark.parametrize("setting", ["llama", "gemma3_text"])
+def test_a_step_under_way_is_dropped_where_what_it_wrote_is_to_be_cleared(setting):
+    interrupted, clean = both(setting, "a step ahead", 20)
+    token = interrupted.verify([8], LOGITS, ahead=True).argmax[0]
+    clean.verify([8], LOGITS)
+    # As Ctrl-C leaves it that comes right after a look at what nobody had read.
+    interrupted._state.non_finite_until = interrupted._state.written
+    for _ in range(10):
+        rows = interrupted.verify([token], LOGITS, ahead=True)
+        expected = clean.verify([token], LOGITS)
+        assert mx.array_equal(rows.logits, expected.logits, equal_nan=True)
+        token = rows.argmax[0]
+
+
 @pytest.mark.parametrize("how", ["prefilled", "restored"])
 @pytest.mark.parametrize("setting", ["llama", "gemma3_text"])
 def test_a_prompt_that_was_no_number_leaves_nothing_to_a_shorter_one(setting, how):

@@ -14,6 +14,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from mlxspec.chat_template import rendered_chat
+
 NAMES = ("copy", "code_edit", "json_copy", "passage", "prose")
 
 _TURN = re.compile(r"^=== (user|assistant)\n", flags=re.MULTILINE)
@@ -42,10 +44,8 @@ class Workload:
         if not getattr(tokenizer, "has_chat_template", True):
             return list(tokenizer.encode("\n\n".join(turn["content"] for turn in self.messages)))
         begun = self.messages[-1]["role"] == "assistant"
-        ids = tokenizer.apply_chat_template(
-            list(self.messages), add_generation_prompt=not begun, continue_final_message=begun
-        )
-        return list(ids)
+        text = rendered_chat(tokenizer, self.messages, unended=begun)
+        return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def load_workload(name: str) -> Workload:

@@ -261,16 +261,12 @@ def _workloads(args: Namespace) -> list[Workload]:
 
 def _prompts(workloads: list[Workload], loaded: Loaded, args: Namespace) -> dict[str, list[int]]:
     """Token ids by workload; all are looked at before anything is measured."""
-    from jinja2 import TemplateError
-
     prompts = {}
     for workload in workloads:
         try:
             ids = workload.prompt(loaded.tokenizer)
-        except (TemplateError, ValueError) as problem:
-            raise UsageError(
-                f"{workload.name}: the model's chat template refuses these turns: {problem}"
-            ) from problem
+        except ValueError as problem:
+            raise UsageError(f"{workload.name}: {problem}") from problem
         if not ids:
             raise UsageError(f"{workload.name}: expected at least one token, got an empty prompt")
         if len(ids) + args.max_tokens > loaded.context_length:

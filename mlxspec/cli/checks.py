@@ -6,6 +6,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from mlxspec.chat_template import require_free_variables
 from mlxspec.cli.exits import UsageError, warn
 from mlxspec.cli.options import PENALTIES, Parser, flag, ngram_range
 from mlxspec.cli.output import DraftStyle
@@ -45,8 +46,6 @@ _REFUSED_BY_ENGINE = {
     },
 }
 _OTHER_ENGINE = {"dynamic": "static", "static": "dynamic"}
-# Variables of the chat template that the command itself sets.
-_TEMPLATE_VARIABLES = ("add_generation_prompt", "continue_final_message", "tokenize")
 
 TEMPLATE_OPTIONS = ("system_prompt", "prefill_response", "chat_template_config")
 
@@ -159,7 +158,10 @@ def refuse_combinations(parser: Parser, args: Namespace) -> None:
         raise UsageError("--adaptive-draft-count and --no-adaptive-draft-count: give one of them")
     _refuse_rejection(parser, args)
     refuse_ngram_range(args)
-    _refuse_template_variables(args.chat_template_config or {})
+    try:
+        require_free_variables("--chat-template-config", args.chat_template_config or {})
+    except ValueError as problem:
+        raise UsageError(str(problem)) from None
 
 
 def without_effect(parser: Parser, args: Namespace) -> list[str]:
@@ -222,14 +224,6 @@ def refuse_ngram_range(args: Namespace) -> None:
             f"--prompt-lookup-min-ngram: expected at most --prompt-lookup-max-ngram, which is "
             f"{most}, got {least}; lower the first or raise the second"
         )
-
-
-def _refuse_template_variables(variables: dict[str, object]) -> None:
-    for name in _TEMPLATE_VARIABLES:
-        if name in variables:
-            raise UsageError(
-                f"--chat-template-config: {name!r} is set by the command itself; leave it out"
-            )
 
 
 def _written(value: object) -> str:

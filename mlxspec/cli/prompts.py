@@ -6,6 +6,7 @@ import sys
 from argparse import Namespace
 from typing import Any
 
+from mlxspec.chat_template import rendered_chat
 from mlxspec.cli.exits import UsageError
 from mlxspec.cli.values import unescaped
 
@@ -108,19 +109,11 @@ def _messages(text: str, args: Namespace) -> list[dict[str, str]]:
 def _chat(
     tokenizer: Any, messages: list[dict[str, str]], args: Namespace, *, unended: bool = False
 ) -> str:
-    from jinja2 import TemplateError
-
     prefilled = unended or args.prefill_response is not None
     try:
-        return tokenizer.apply_chat_template(
-            messages,
-            tokenize=False,
-            continue_final_message=prefilled,
-            add_generation_prompt=not prefilled,
-            **(args.chat_template_config or {}),
-        )
-    except (TemplateError, TypeError, ValueError) as problem:
+        return rendered_chat(tokenizer, messages, args.chat_template_config, unended=prefilled)
+    except ValueError as problem:
         raise UsageError(
-            f"the model's chat template refuses this chat: {problem}; change --system-prompt or "
-            "--chat-template-config, or give --ignore-chat-template"
+            f"{problem}; change --system-prompt or --chat-template-config, or give "
+            "--ignore-chat-template"
         ) from problem

@@ -10,11 +10,11 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 import mlx.nn as nn
-from jinja2 import TemplateError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec.assembly import make_decoder, widened_for_drafts
 from mlxspec.callers import require_text
+from mlxspec.chat_template import rendered_chat, require_free_variables
 from mlxspec.conversation.fed_text import FedText
 from mlxspec.decoding import SpeculationStats
 from mlxspec.decoding.decoder import token_set
@@ -71,7 +71,8 @@ class Conversation:
             "stop" raises `ContextFull`; "trim" feeds the system prompt and the newest turns alone,
             as many as leave a quarter of the context free. It does so when there is less room
             than `max_tokens`, or than a quarter of the context.
-        chat_template_config: Variables for the chat template.
+        chat_template_config: Variables for the chat template. What is rendered, and as what, is
+            not for them to say.
         use_chat_template: False makes one running text of the conversation.
         stop_tokens: Ids that end an answer beside the tokenizer's own end tokens.
         stop_strings: What ends an answer; none of it is in the text.
@@ -117,6 +118,7 @@ class Conversation:
         self.context_policy = context_policy
         self.has_template = bool(tokenizer.has_chat_template and use_chat_template)
         self._template_config = dict(chat_template_config or {})
+        require_free_variables("chat_template_config", self._template_config)
         self._encode = partial(tokenizer.encode, add_special_tokens=not self.has_template)
         if system_prompt is not None:
             require_text("system_prompt", system_prompt)
@@ -306,13 +308,7 @@ class Conversation:
         if not self.has_template:
             return "".join(f"{turn.message}{turn.answer}\n" for turn in turns) + message
         messages = [*self._messages(turns), {"role": "user", "content": message}]
-        try:
-            rendered: str = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **self._template_config
-            )
-        except (TemplateError, TypeError, ValueError) as problem:
-            raise ValueError(f"the model's chat template refuses this chat: {problem}") from problem
-        return rendered
+        return rendered_chat(self.tokenizer, messages, self._template_config)
 
     def _messages(self, turns: Sequence[Turn]) -> list[dict[str, str]]:
         messages = []

@@ -25,8 +25,14 @@ LIMIT = 24
 class PlainTemplate:
     """A chat template that shows what it was asked for."""
 
-    def apply_chat_template(self, messages, add_generation_prompt, continue_final_message):
+    def apply_chat_template(
+        self, messages, tokenize, add_generation_prompt, continue_final_message
+    ):
         return [len(messages), add_generation_prompt, continue_final_message]
+
+    def encode(self, text, add_special_tokens):
+        assert not add_special_tokens
+        return text
 
 
 @pytest.mark.parametrize("name", NAMES)

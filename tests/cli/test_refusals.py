@@ -9,6 +9,7 @@ from pathlib import Path
 
 import mlx_lm.utils
 import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import mlxspec.models
 from tests.cli.conftest import Run
@@ -212,7 +213,7 @@ TEXTS = [
     ],
     (
         ["--chat-template-config", '{"tokenize": true}'],
-        "--chat-template-config: 'tokenize' is set by the command itself; leave it out",
+        "--chat-template-config: 'tokenize' is set by mlxspec itself; leave it out",
     ),
     (
         ["--stop", "end", ""],
@@ -489,6 +490,18 @@ def test_a_chat_that_the_template_refuses_is_told_with_its_reason(generate: Run)
     outcome = generate("--system-prompt", "forbidden")
     assert (outcome.code, outcome.out) == (2, "")
     assert "the model's chat template refuses this chat: no such system" in outcome.err
+
+
+def test_a_template_that_breaks_is_told_with_its_reason(
+    generate: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: object, **options: object) -> None:
+        raise ZeroDivisionError("modulo by zero")
+
+    monkeypatch.setattr(TokenizerWrapper, "apply_chat_template", broken)
+    outcome = generate("--prompt", "hello")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "the model's chat template refuses this chat: modulo by zero" in outcome.err
 
 
 def test_an_unexpected_error_keeps_its_traceback(

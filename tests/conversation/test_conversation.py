@@ -296,7 +296,13 @@ def test_without_a_template_the_conversation_is_one_running_text(
         ({"temp": -1}, "temp"),
         ({"stop_tokens": ["END"]}, "stop_tokens: expected a whole number"),
         ({"system_prompt": 3}, "system_prompt: expected text"),
-        ({"chat_template_config": {"tokenize": True}}, "template refuses this chat.*tokenize"),
+        *[
+            (
+                {"chat_template_config": {"suffix": "x", variable: False}},
+                f"chat_template_config: '{variable}' is set by mlxspec itself; leave it out",
+            )
+            for variable in ("add_generation_prompt", "messages", "tokenize")
+        ],
         ({"tile_widths": (1,)}, "tile_widths: set when the engine is made"),
     ],
 )

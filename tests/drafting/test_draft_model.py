@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import sys
 import threading
-from functools import cache
+from functools import cache, partial
 
 import mlx.core as mx
 import numpy as np
@@ -38,6 +37,7 @@ from tests.cases import varied_model
 from tests.conftest import PROFILE
 from tests.constraints.vocabularies import PADDED_SIZE, VOCABULARIES
 from tests.families.tiny import set_random_weights, tiny_configs, tiny_model
+from tests.interruptions import Interruptions
 from tests.scripted import ScriptedEngine
 
 TARGETS = ("llama", "gemma3_text", "lfm2", "mamba2")
@@ -447,10 +447,9 @@ def test_an_engine_that_reads_drafts_on_the_host_takes_a_draft_models_too():
     assert decoder.stats.accepted >= 5
 
 
-class _InterruptedAt:
-    """Raises KeyboardInterrupt at the nth line that Python runs in drafter, engine or decoder."""
-
-    FILES = (
+INTERRUPTED = tuple(
+    f"mlxspec/{name}"
+    for name in (
         "drafting/model.py",
         "engine/static.py",
         "engine/reach.py",
@@ -458,29 +457,8 @@ class _InterruptedAt:
         "engine/rows.py",
         "decoding/decoder.py",
     )
-
-    def __init__(self, line):
-        self.line = line
-        self.count = 0
-
-    def __enter__(self):
-        self._before = sys.gettrace()
-        sys.settrace(self._call)
-        return self
-
-    def __exit__(self, *failure):
-        sys.settrace(self._before)
-
-    def _call(self, frame, event, argument):
-        ours = frame.f_code.co_filename.endswith(self.FILES)
-        return self._line if ours and "mlxspec" in frame.f_code.co_filename else None
-
-    def _line(self, frame, event, argument):
-        if event == "line":
-            self.count += 1
-            if self.count == self.line:
-                raise KeyboardInterrupt
-        return self._line
+)
+interruptions = partial(Interruptions, lambda file: file.endswith(INTERRUPTED))
 
 
 def _take(triples, emitted):
@@ -496,17 +474,17 @@ def test_ctrl_c_at_any_line_leaves_target_and_draft_right_for_the_next_turn(fami
     for _ in range(2):
         drafter.reset()
         engine.reset(0)
-        with _InterruptedAt(-1) as counted:
+        with interruptions() as counted:
             steps(family, **turn)
-    assert counted.count > 500
+    assert counted.lines > 500
     plain = ids(steps(family, max_tokens=24))
     following = {}
-    step = 1 if PROFILE == "deep" else counted.count // 40
+    step = 1 if PROFILE == "deep" else counted.lines // 40
     # A proposal now and then is waited for and measured, which moves the end by some lines.
-    for line in range(7, counted.count - 60, step):
+    for line in range(7, counted.lines - 60, step):
         engine.reset(0)
         emitted = []
-        with pytest.raises(KeyboardInterrupt), _InterruptedAt(line):
+        with pytest.raises(KeyboardInterrupt), interruptions([line]):
             _take(mlxspec.generate_step(PROMPT, engine.model, engine=engine, **turn), emitted)
         assert emitted == plain[: len(emitted)]
         assert not drafter.engine.leased

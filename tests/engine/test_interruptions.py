@@ -10,9 +10,8 @@ import contextlib
 import copy
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import mlx.core as mx
@@ -26,6 +25,7 @@ import mlxspec
 from mlxspec import Capture, DynamicShapeEngine, StaticShapeEngine
 from mlxspec.engine.state import ModelState
 from tests.cases import prompt_of, varied_model
+from tests.interruptions import Interruptions
 
 POISON = 61
 LOGITS = Capture(logits=True)
@@ -42,54 +42,13 @@ BEFORE = ("a prompt", "restored", "a rejected draft", "a prefill that failed", "
 CALLS = ("prefill", "verify", "verify ahead", "roll_out", "keep", "reset", "image", "restore")
 
 
-class Interruptions:
-    """Raises KeyboardInterrupt in the engine's code, and has the device done till then.
+def in_the_engine(file: str) -> bool:
+    """And in its context managers. Of `exclusive`, the promise is about signals, not lines."""
+    ours = file.startswith(ENGINE_CODE) and not file.endswith("exclusive.py")
+    return ours or file == contextlib.__file__
 
-    That is at lines and where functions begin, in context managers too.
 
-    Args:
-        moments: After so many lines, and after so many more; none counts lines.
-        device_done: Computes what is under way.
-
-    Attributes:
-        lines: How many lines have run since the last interruption.
-        left: Moments that have not come.
-    """
-
-    def __init__(self, moments: list[int], device_done: Callable[[], Any] = lambda: None):
-        self.left = list(moments)
-        self.lines = 0
-        self._device_done = device_done
-
-    def __enter__(self) -> Interruptions:
-        self._usual = sys.gettrace(), sys.getprofile()
-        sys.setprofile(self._traced_again)
-        sys.settrace(self._traced)
-        return self
-
-    def __exit__(self, *problem: object) -> None:
-        sys.settrace(self._usual[0])
-        sys.setprofile(self._usual[1])
-
-    def _traced_again(self, frame: FrameType, event: str, argument: object) -> None:
-        """CPython traces no further where a trace function raised; it goes on here."""
-        if sys.gettrace() is None and not frame.f_code.co_filename.endswith(__file__):
-            sys.settrace(self._traced)
-
-    def _traced(self, frame: FrameType, event: str, argument: object) -> Any:
-        # Of `exclusive`, the promise is about CPython's signals and not about lines.
-        code = frame.f_code.co_filename
-        inside = code.startswith(ENGINE_CODE) and not code.endswith("exclusive.py")
-        if not inside and code != contextlib.__file__:
-            return None
-        if event in ("call", "line"):
-            self.lines += 1
-            if self.left and self.lines >= self.left[0]:
-                self.lines = 0
-                del self.left[0]
-                self._device_done()
-                raise KeyboardInterrupt
-        return self._traced
+interruptions = partial(Interruptions, in_the_engine, functions=True)
 
 
 def poisoned(family: str, **changes: Any) -> nn.Module:
@@ -190,17 +149,17 @@ def test_whoever_goes_on_after_ctrl_c_meets_nothing_of_the_call(
     held = list(clean.tokens)
     to = clean.longest_rewind(int(share * len(held)))
     image = prepared(interrupted)
-    with Interruptions([]) as whole:
+    with interruptions() as whole:
         run(interrupted, name, block, to, image)
-    lines, interruptions = whole.lines, 0
-    while not interruptions:
+    lines, times = whole.lines, 0
+    while not times:
         image = prepared(interrupted)
         assert list(interrupted.tokens) == held
         moments = [1 + int(moment * lines), *([] if second is None else [second])]
-        done = Interruptions(moments, lambda: mx.eval(interrupted._state.slots))
+        done = interruptions(moments, device_done=lambda: mx.eval(interrupted._state.slots))
         with contextlib.suppress(KeyboardInterrupt), done:
             run(interrupted, name, block, to, image)
-        interruptions = len(moments) - len(done.left)
+        times = len(moments) - len(done.left)
         # What the first run traced takes fewer lines now.
         lines = done.lines
     # It has not happened, or it has.
@@ -470,13 +429,33 @@ def test_a_dynamic_engine_is_right_or_empty_after_ctrl_c_at_any_line(calls):
     clean.reset(0)
     expected[()] = clean.verify([9], LOGITS).logits
     begin_anew(interrupted)
-    with Interruptions([]) as whole:
+    with interruptions() as whole:
         go(interrupted, calls)
     assert whole.lines > 10
     for moment in range(1, whole.lines + 1):
         for second in ([], [1], [3]):
             begin_anew(interrupted)
-            with contextlib.suppress(KeyboardInterrupt), Interruptions([moment, *second]):
+            with contextlib.suppress(KeyboardInterrupt), interruptions([moment, *second]):
                 go(interrupted, calls)
             rows = expected[kept(interrupted)]
             assert mx.array_equal(interrupted.verify([9], LOGITS).logits, rows)
+
+
+def test_an_exception_that_was_interrupted_while_it_was_handled_is_handled_no_more():
+    @contextlib.contextmanager
+    def managed():
+        yield
+
+    def enter_and_leave():
+        with managed():
+            pass
+
+    with interruptions() as counted:
+        enter_and_leave()
+    times = 0
+    for line in range(1, counted.lines + 1):
+        with contextlib.suppress(KeyboardInterrupt), interruptions([line]) as interrupted:
+            enter_and_leave()
+        assert sys.exc_info() == (None, None, None)
+        times += not interrupted.left
+    assert times > counted.lines // 2

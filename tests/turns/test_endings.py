@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -26,6 +25,7 @@ from tests.cases import exact, prompt_of, varied_model
 from tests.conftest import PROFILE
 from tests.decoding.text import byte_level_tokenizer, ids_of
 from tests.hostile import PlannedDrafter
+from tests.interruptions import Interruptions
 from tests.scripted import ScriptedEngine
 
 FAMILIES = ("llama", "gemma3_text", "lfm2")
@@ -44,6 +44,9 @@ INTERRUPTED = tuple(
         "engine/state/model_state.py",
     )
 )
+
+
+interruptions = partial(Interruptions, INTERRUPTED.__contains__)
 
 
 @pytest.fixture(autouse=True)
@@ -122,41 +125,15 @@ def next_turn(family, emitted):
     return [e.token for e in decoder.generate(prompt, max_tokens=8)], decoder.stats
 
 
-class _InterruptedAt:
-    """Raises KeyboardInterrupt at the nth line that Python runs inside the engine or decoder."""
-
-    def __init__(self, line):
-        self.line = line
-        self.count = 0
-
-    def __enter__(self):
-        self._before = sys.gettrace()
-        sys.settrace(self._call)
-        return self
-
-    def __exit__(self, *failure):
-        sys.settrace(self._before)
-
-    def _call(self, frame, event, argument):
-        return self._line if frame.f_code.co_filename in INTERRUPTED else None
-
-    def _line(self, frame, event, argument):
-        if event == "line":
-            self.count += 1
-            if self.count == self.line:
-                raise KeyboardInterrupt
-        return self._line
-
-
 @cache
 def lines_of_a_turn(family):
     # Once the capacity has grown, every run has the same lines.
     for _ in range(2):
         engine_of(family).reset(0)
         emissions = begin(family, PROMPT)
-        with _InterruptedAt(-1) as counted:
+        with interruptions() as counted:
             list(emissions)
-    return counted.count
+    return counted.lines
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -170,7 +147,7 @@ def test_ctrl_c_at_any_line_leaves_the_next_turn_right(family):
         engine_of(family).reset(0)
         emissions = begin(family, PROMPT)
         emitted = []
-        with pytest.raises(KeyboardInterrupt), _InterruptedAt(line):
+        with pytest.raises(KeyboardInterrupt), interruptions([line]):
             taken_from(emissions, emitted)
         stopped.add(len(emitted))
         tokens, _ = next_turn(family, emitted)
@@ -189,12 +166,12 @@ def test_ctrl_c_at_any_line_of_plain_decoding_leaves_no_step_under_way_for_anoth
 
     for _ in range(2):
         emissions = begin()
-        with _InterruptedAt(-1) as counted:
+        with interruptions() as counted:
             said = [e.token for e in emissions]
     texts = {}
-    for line in range(1, counted.count + 1, 1 if PROFILE == "deep" else 13):
+    for line in range(1, counted.lines + 1, 1 if PROFILE == "deep" else 13):
         emissions, emitted = begin(), []
-        with pytest.raises(KeyboardInterrupt), _InterruptedAt(line):
+        with pytest.raises(KeyboardInterrupt), interruptions([line]):
             taken_from(emissions, emitted)
         # The text so far is kept, and another token takes the place of the newest.
         before = [*PROMPT[:6], *said[: len(emitted)]]
@@ -222,14 +199,14 @@ def test_ctrl_c_at_any_line_of_a_draft_model_leaves_the_next_turn_right():
         return drafter, SpeculativeDecoder(engine, drafter).generate(PROMPT, max_tokens=COUNT)
 
     for _ in range(2):
-        with _InterruptedAt(-1) as counted:
+        with interruptions() as counted:
             list(begin()[1])
     interrupted = 0
-    for line in range(1, counted.count + 1, 1 if PROFILE == "deep" else 151):
+    for line in range(1, counted.lines + 1, 1 if PROFILE == "deep" else 151):
         drafter, emissions = begin()
         emitted = []
         # How often a draft is waited for depends on the clock, so the last lines may be missing.
-        with suppress(KeyboardInterrupt), _InterruptedAt(line):
+        with suppress(KeyboardInterrupt), interruptions([line]):
             taken_from(emissions, emitted)
             continue
         interrupted += 1

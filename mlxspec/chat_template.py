@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-# What is rendered, and where it ends: it depends on where the text is to go on.
+# What the template is given by us: the turns, in what form they come back, and whether they end
+# with an answer to come or with one that is begun.
 _OURS = ("add_generation_prompt", "continue_final_message", "conversation", "messages", "tokenize")
 
 
@@ -17,9 +18,11 @@ def require_free_variables(name: str, variables: Iterable[str]) -> None:
         variables: Names of the caller's variables.
 
     Raises:
-        ValueError: Names the first that is ours.
+        ValueError: Names the first that is ours, or is no name.
     """
     for variable in variables:
+        if not isinstance(variable, str):
+            raise ValueError(f"{name}: expected names of variables, got {variable!r}")
         if variable in _OURS:
             raise ValueError(f"{name}: {variable!r} is set by mlxspec itself; leave it out")
 
@@ -51,6 +54,10 @@ def rendered_chat(
             **(variables or {}),
         )
     except Exception as problem:  # a template is a program of the model's, and may raise anything
-        reason = problem if str(problem) else repr(problem)
+        from jinja2 import TemplateError
+
+        # These speak for themselves; of others, the text alone may be a mere name.
+        plain = isinstance(problem, TemplateError | TypeError | ValueError)
+        reason = problem if plain else repr(problem)
         raise ValueError(f"the model's chat template refuses this chat: {reason}") from problem
     return text

@@ -21,7 +21,8 @@ class Interruptions:
         device_done: Computes what is under way.
 
     Attributes:
-        lines: How many lines have run since the last interruption.
+        lines: How many lines have run since the last interruption, while moments are left to come
+            or none was given.
         left: Moments that have not come.
     """
 

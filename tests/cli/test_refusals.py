@@ -492,16 +492,24 @@ def test_a_chat_that_the_template_refuses_is_told_with_its_reason(generate: Run)
     assert "the model's chat template refuses this chat: no such system" in outcome.err
 
 
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ZeroDivisionError("modulo by zero"), "ZeroDivisionError('modulo by zero')"),
+        (KeyError("tools"), "KeyError('tools')"),
+        (ValueError("roles must alternate"), "roles must alternate"),
+    ],
+)
 def test_a_template_that_breaks_is_told_with_its_reason(
-    generate: Run, monkeypatch: pytest.MonkeyPatch
+    generate: Run, monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str
 ) -> None:
     def broken(*args: object, **options: object) -> None:
-        raise ZeroDivisionError("modulo by zero")
+        raise error
 
     monkeypatch.setattr(TokenizerWrapper, "apply_chat_template", broken)
     outcome = generate("--prompt", "hello")
     assert (outcome.code, outcome.out) == (2, "")
-    assert "the model's chat template refuses this chat: modulo by zero" in outcome.err
+    assert f"the model's chat template refuses this chat: {reason};" in outcome.err
 
 
 def test_an_unexpected_error_keeps_its_traceback(

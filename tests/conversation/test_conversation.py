@@ -303,6 +303,10 @@ def test_without_a_template_the_conversation_is_one_running_text(
             )
             for variable in ("add_generation_prompt", "messages", "tokenize")
         ],
+        (
+            {"chat_template_config": {1: 2}},
+            "chat_template_config: expected names of variables, got 1",
+        ),
         ({"tile_widths": (1,)}, "tile_widths: set when the engine is made"),
     ],
 )

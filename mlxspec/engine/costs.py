@@ -76,18 +76,19 @@ def measure_costs(
         widths: Rows, ascending.
         clock: Returns seconds.
     """
-    tokens = [(37 * i + 11) % engine.vocab_size for i in range(widths[-1] + 1)]
-    if engine.max_verify_block_length > 1:
-        # Going back to the beginning would also empty the state, which takes its time.
-        engine.verify(tokens[:1])
+    tokens = [(37 * i + 11) % engine.vocab_size for i in range(widths[-1])]
+    if engine.max_verify_block_length > widths[0]:
+        # Going back to the beginning would also empty the state, which takes its time. After a
+        # full tile of the narrowest width every other one can begin.
+        engine.verify(tokens[: widths[0]])
     begin = engine.processed_token_count
-    room = engine.max_verify_block_length
-    # A short context fills a tile in part, or never needs it.
+    room = engine.one_forward_draft_budget + 1
+    # A short context or span fills a tile in part, or never needs it.
     widths = [width for below, width in pairwise((0, *widths)) if below < room]
 
     def once(width: int) -> float:
         start = clock()
-        engine.verify(tokens[1 : 1 + min(width, room)])
+        engine.verify(tokens[: min(width, room)])
         seconds = clock() - start
         engine.reset(begin)
         return seconds

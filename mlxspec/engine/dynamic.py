@@ -85,7 +85,8 @@ class DynamicShapeEngine(OneSequence):
                 for. The engine is as it was.
             EngineBusy: Another thread is inside the engine.
 
-        A forward that fails on its way leaves the engine empty.
+        A forward that fails on its way leaves the engine empty. Where `progress` raises, the
+        engine goes back to what it held if its caches can, and is empty if they cannot.
         """
         self._mend()
         ids = token_ids(tokens, self._vocab_size, "prefill")
@@ -96,8 +97,9 @@ class DynamicShapeEngine(OneSequence):
                 f"{self._context_length} tokens, the last of which is only emitted. Shorten "
                 "the input or raise max_context_length"
             )
-        if progress:
-            progress(0, len(ids))
+        before = len(self._history)
+        report = progress or (lambda processed, total: None)
+        report(0, len(ids))
         for begin in range(0, len(ids), self._prefill_step_size):
             step = ids[begin : begin + self._prefill_step_size]
             try:
@@ -110,8 +112,11 @@ class DynamicShapeEngine(OneSequence):
                 self._mend()
                 raise
             self._prefill_forward_count += 1
-            if progress:
-                progress(begin + len(step), len(ids))
+            try:
+                report(begin + len(step), len(ids))
+            except BaseException:
+                self._shorten(before if self.allows_rewind(before) else 0)
+                raise
         mx.clear_cache()
 
     @one_call
@@ -217,6 +222,11 @@ class DynamicShapeEngine(OneSequence):
                 f"reset: these caches cannot go back from {processed} tokens to {to}; reset(0) "
                 "and process the prompt again"
             )
+        self._shorten(to)
+
+    def _shorten(self, to: int) -> None:
+        """Forget all but `to` tokens, which the caches allow."""
+        processed = len(self._history)
         try:
             self._unsure = True
             if to == 0:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import wraps
+from threading import get_ident
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from mlxspec.errors import EngineBusy
@@ -18,6 +20,14 @@ _ADVICE = "wait for it, or make an engine of your own: StaticShapeEngine(model)"
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+@dataclass(frozen=True, eq=False)
+class Caller:
+    """Who is inside a call: its thread, and which method it called."""
+
+    thread: int
+    method: str
 
 
 class Exclusive:
@@ -35,7 +45,7 @@ class Exclusive:
     def __init__(self, what: str = "this engine", advice: str = _ADVICE) -> None:
         self.what = what
         self.advice = advice
-        self.caller: dict[None, object] = {}
+        self.caller: dict[None, Caller] = {}
         self._holder: dict[None, object] = {}
         self.call_count = 0
 
@@ -75,9 +85,15 @@ def one_call(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[A
     @wraps(method)
     def guarded(engine: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
         exclusive: Exclusive = engine._exclusive
-        caller, me = exclusive.caller, object()
+        caller, me = exclusive.caller, Caller(get_ident(), name)
         try:
-            if caller.setdefault(None, me) is not me:
+            inside = caller.setdefault(None, me)
+            if inside is not me:
+                if inside.thread == me.thread:
+                    raise EngineBusy(
+                        f"{name}: called from inside {inside.method} of {exclusive.what}, which "
+                        "has not come to its end"
+                    )
                 raise EngineBusy(
                     f"{name}: another thread is inside {exclusive.what}; {exclusive.advice}"
                 )

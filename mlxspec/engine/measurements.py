@@ -16,11 +16,20 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlxspec.cache_dir import cache_dir
+from mlxspec.whole_files import replacing
 
 # Raised when another measurement is made, so that an old answer is not taken for the new one.
-_MEASUREMENT = 4
-# Environment variables that choose kernels.
-_KERNEL_CHOICES = ("MLX_SDPA_BLOCKS", "MLX_METAL_FAST_SYNCH", "LD_PRELOAD", "OPENBLAS_CORETYPE")
+_MEASUREMENT = 5
+# Environment variables that choose kernels, or how many threads run them.
+_KERNEL_CHOICES = (
+    "MLX_SDPA_BLOCKS",
+    "MLX_METAL_FAST_SYNCH",
+    "LD_PRELOAD",
+    "OPENBLAS_CORETYPE",
+    "OPENBLAS_NUM_THREADS",
+    "OMP_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+)
 
 T = TypeVar("T")
 
@@ -46,9 +55,8 @@ def remember(circumstances: dict[str, Any], measurement: dict[str, Any]) -> None
     file = _file_for(circumstances)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        scratch = file.with_suffix(f".{os.getpid()}")
-        scratch.write_text(json.dumps(measurement | circumstances))
-        scratch.replace(file)
+        with replacing(file) as scratch:
+            scratch.write_text(json.dumps(measurement | circumstances))
     except OSError:
         return
 

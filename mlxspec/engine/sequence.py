@@ -27,7 +27,8 @@ class OneSequence:
         self._exclusive = Exclusive()
         self._forward_count = 0
         self._prefill_forward_count = 0
-        self.note: str | None = None
+        # What a user should know of how the engine runs, by what it is about.
+        self._notes: dict[str, str] = {}
         self.why_no_speculation: str | None = None
 
     @property
@@ -39,6 +40,11 @@ class OneSequence:
     def max_context_length(self) -> int:
         """Most tokens a sequence may have, prompt and output; the last is never processed."""
         return self._context_length
+
+    @property
+    def note(self) -> str | None:
+        """What a user should know of how the engine runs, or None."""
+        return "; ".join(self._notes.values()) or None
 
     @property
     def tokens(self) -> TokenView:

@@ -119,6 +119,7 @@ class StaticShapeEngine(OneSequence):
             "kv_bits": kv_bits,
             "kv_group_size": kv_group_size,
             "quantized_kv_start": quantized_kv_start,
+            "initial_capacity": initial_capacity,
         }
         make = partial(StaticShapeEngine, model, max_context_length=context_length, **options)
         self._survey = WidthSurvey(
@@ -157,7 +158,9 @@ class StaticShapeEngine(OneSequence):
         )
         self.width_classes: list[tuple[int, ...]] | None = None
         if placement == "aligned":
-            self.note = f"aligned tiles: plain decoding computes {self._widths[0]} rows a token"
+            self._notes["placement"] = (
+                f"aligned tiles: plain decoding computes {self._widths[0]} rows a token"
+            )
         if self._compares:
             ladder = self._equal_widths()
         quantized_from = None
@@ -225,7 +228,7 @@ class StaticShapeEngine(OneSequence):
             self.remembered["tile costs"] = known
             price = price_of_exactness(self._tile_costs, self._widths)
             if self._compares and price:
-                self.note = f"{self.note}; {price}"
+                self._notes["price"] = price
         return self._tile_costs
 
     def measured(self) -> list[Measured]:
@@ -269,14 +272,18 @@ class StaticShapeEngine(OneSequence):
         widths = self._survey.ladder_that_pays(self._widths, self.tile_costs)
         if widths == self._widths:
             return self
-        classes = self.width_classes
+        classes, notes = self.width_classes, dict(self._notes)
         if self._exact:
+            asked = widths
             classes, known = self._survey.classes_at(0, widths)
             self.remembered["width classes"] = known
             alike = next((group for group in classes if set(self._widths) <= set(group)), ())
             widths = tuple(sorted({*self._widths, *alike}))
+            if widths == self._widths:
+                return self
+            notes |= _given_up(widths, tuple(sorted({*asked, *self._usable})))
         engine = self.twin(widths)
-        engine.width_classes, engine.note = classes, self.note
+        engine.width_classes, engine._notes = classes, notes
         engine._tile_costs, engine._compares = self._tile_costs, self._compares
         engine.remembered = self.remembered
         return engine
@@ -291,12 +298,10 @@ class StaticShapeEngine(OneSequence):
             return
         regime = self._regimes.at(position)
         begin = self._regimes.begin(regime)
-        kept = self._survey.equal_at(begin, self._widths, self._limits.quantized_at(begin))
+        quantized = self._limits.quantized_at(begin)
+        kept, reason = self._survey.equal_at(begin, self._widths, quantized)
         if kept != self._widths:
-            self.note = (
-                f"tile widths {', '.join(map(str, kept))} from {begin} tokens on: others of "
-                f"{', '.join(map(str, self._widths))} round differently there"
-            )
+            self._notes |= _given_up(kept, self._widths, f" from {begin} tokens on", reason)
             self._decode_in(kept)
         self._compared.add(regime)
 
@@ -476,6 +481,7 @@ class StaticShapeEngine(OneSequence):
         ids = token_ids(tokens, self._vocab_size, "roll_out")
         if not ids:
             raise ValueError("roll_out: expected at least one token to go on from, got none")
+        self._examine(self._cursor)
         _require_length("roll_out", len(ids), self._reach.verify_bound)
         limit = self.roll_out_limit(len(ids))
         if not 1 <= count <= limit:
@@ -600,8 +606,6 @@ class StaticShapeEngine(OneSequence):
             put_image(state, image)
         if reason := self._reach.why_not_on(state, count):
             raise ValueError(reason)
-        for tiles in self._tiles.values():
-            tiles.forget_other_capacities(capacity)
         self._forget_unread()
         # As one, should Ctrl-C arrive here.
         self._state, self._history, self._cursor = state, tokens, count
@@ -651,15 +655,11 @@ class StaticShapeEngine(OneSequence):
     def _equal_widths(self) -> tuple[int, ...]:
         """The part of the ladder that is one class, so that no draft length changes a bit."""
         # A tile as wide as the context could not be filled.
-        usable = tuple(width for width in self._widths if width < self._context_length)
-        self.width_classes, known = self._survey.classes_at(0, usable, engine=self)
+        self._usable = tuple(width for width in self._widths if width < self._context_length)
+        self.width_classes, known = self._survey.classes_at(0, self._usable, engine=self)
         self.remembered["width classes"] = known
-        kept = class_to_decode_in(self.width_classes, usable)
-        if kept != usable:
-            self.note = (
-                f"tile widths {', '.join(map(str, kept))} of {', '.join(map(str, usable))}: the "
-                "others round differently on this device"
-            )
+        kept = class_to_decode_in(self.width_classes, self._usable)
+        self._notes |= _given_up(kept, self._usable)
         return kept
 
     def _tile_start(self, position: int) -> int:
@@ -808,7 +808,7 @@ class StaticShapeEngine(OneSequence):
         elif watch.compares:
             watch.ahead(growth, sum(array.nbytes for array in state.slots))
         if watch.copies:
-            self.note = "; ".join(filter(None, (self.note, watch.note)))
+            self._notes["copies"] = watch.note
 
     def _forget_unread(self) -> None:
         """What was submitted unread is rejected, but for what was kept; what it wrote is known."""
@@ -860,8 +860,6 @@ class StaticShapeEngine(OneSequence):
         state.clear_non_finite(self._cursor)
         if span + self.verify_tile_width > state.capacity:
             state.grow(self._capacity_for(span))
-            for tiles in self._tiles.values():
-                tiles.forget_other_capacities(state.capacity)
         tokens = self._tile_tokens(start, rows, width)
         tile = self._tiles[state.tile_layout].get(TileKey(width, span, state.capacity, capture))
         outputs, slots, recurrent = tile(
@@ -997,6 +995,19 @@ class _Call:
             # As one, should Ctrl-C arrive here.
             engine._cursor, engine._state.journal = end, None
         engine._mend()
+
+
+def _given_up(
+    kept: tuple[int, ...],
+    ladder: tuple[int, ...],
+    where: str = "",
+    reason: str = "round differently on this device",
+) -> dict[str, str]:
+    """A note about the widths of a ladder that are left out, if there are any."""
+    if kept == ladder:
+        return {}
+    few, many = (", ".join(map(str, widths)) for widths in (kept, ladder))
+    return {f"widths{where}": f"tile widths {few} of {many}{where}: the others {reason}"}
 
 
 def _require_length(what: str, count: int, bound: Bound) -> None:

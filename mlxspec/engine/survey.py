@@ -109,7 +109,11 @@ class WidthSurvey:
         """
         where = {"position": position} if position else {}
         circumstances = self._measured_in(
-            costs_of=widths, cores=os.cpu_count(), kv_bits=self.options["kv_bits"], **where
+            costs_of=widths,
+            cores=os.cpu_count(),
+            kv_bits=self.options["kv_bits"],
+            **where,
+            **self._room(position, widths),
         )
         costs = remembered_costs(circumstances)
         if costs is not None:
@@ -134,11 +138,7 @@ class WidthSurvey:
         if position:
             options = ("kv_bits", "kv_group_size", "quantized_kv_start")
             where = {"position": position} | {name: self.options[name] for name in options}
-        room = self.context_length - position
-        if room <= 2 * widths[-1]:
-            # Less is compared where a second tile has no room, which says less of long contexts.
-            where["room"] = room
-        circumstances = self._measured_in(widths=widths, **where)
+        circumstances = self._measured_in(widths=widths, **where, **self._room(position, widths))
         classes = remembered_classes(circumstances)
         if classes is not None:
             return classes, True
@@ -146,24 +146,30 @@ class WidthSurvey:
         remember_classes(circumstances, classes)
         return classes, False
 
-    def equal_at(self, position: int, ladder: tuple[int, ...], quantized: bool) -> tuple[int, ...]:
-        """The part of the ladder that is one class from this position on.
+    def equal_at(
+        self, position: int, ladder: tuple[int, ...], quantized: bool
+    ) -> tuple[tuple[int, ...], str]:
+        """The part of the ladder that is one class from this position on, and why no more is.
 
-        A state that is only moved in full tiles needs the narrowest width. Where the context
-        has no room to compare, the narrowest is left.
+        A state that is only moved in full tiles needs the narrowest width. Where nothing can be
+        compared, because the context or the memory has no room for it, the narrowest is left.
         """
         classes: list[tuple[int, ...]] = []
         if position + 1 + ladder[-1] < self.context_length:
-            classes, _ = self.classes_at(position, ladder, quantized)
+            reason = "round differently there"
+            try:
+                classes, _ = self.classes_at(position, ladder, quantized)
+            except Exception as failure:  # whatever a device meets: a text is not ended by this
+                reason = f"could not be compared there ({failure})"
+        else:
+            reason = "have no room to be compared there"
         if self.is_recurrent:
             classes = [group for group in classes if ladder[0] in group]
-        return class_to_decode_in(classes, ladder)
+        return class_to_decode_in(classes, ladder), reason
 
     def _stand_in(self, position: int, widths: tuple[int, ...], quantized: bool) -> StandIn:
         """Another engine that stands at this position."""
-        changes: dict[str, Any] = {}
-        if position:
-            changes["initial_capacity"] = position + 2 * widths[-1]
+        changes: dict[str, Any] = {"initial_capacity": position and position + 2 * widths[-1]}
         if not quantized:
             # No tile is to end where keys become quantised, which may be the next position.
             changes["kv_bits"] = None
@@ -171,6 +177,11 @@ class WidthSurvey:
         if position:
             engine.pretend(position)
         return engine
+
+    def _room(self, position: int, widths: tuple[int, ...]) -> dict[str, int]:
+        """How long the context is where that cuts a measurement short, which says less then."""
+        room = self.context_length - position
+        return {"room": room} if room <= 2 * widths[-1] else {}
 
     def _measured_in(self, **what: Any) -> dict[str, Any]:
         """The circumstances of a measurement."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -43,22 +42,28 @@ class Tiles:
     """Traces a tile when it is first needed and keeps it.
 
     The model's weights are constants of the graphs: hundreds of arrays as arguments would cost
-    more per call than a small model's forward. MLX's compile cache belongs to a thread, so a
-    tile is traced once per thread that calls it.
+    more per call than a small model's forward. MLX's compile cache belongs to a thread, so every
+    thread that calls a tile has its own of it.
+
+    Attributes:
+        trace_count: How often a tile was traced, in all threads.
+        compiled: Whether MLX compiles: None until a tile has been called twice by one thread.
+            Where MLX cannot compile (no C++ compiler on Linux) it runs the Python function at
+            every call.
     """
 
     def __init__(self, model: nn.Module, layout: StateLayout):
         self._model = model
         self._raw = raw_head(model)
         self._layout = layout
-        # The compiled function, and the one that it calls to be traced.
-        self._tiles: dict[TileKey, tuple[TileFunction, TileFunction]] = {}
-        self._traced = _TracedInThisThread()
-        self._compiled: bool | None = None
+        self._own = _TilesOfThisThread()
+        self.compiled: bool | None = None
         self.trace_count = 0
 
     def get(self, key: TileKey) -> TileFunction:
-        """The compiled forward of this key.
+        """The compiled forward of this key, for the calling thread.
+
+        Those whose arrays had another capacity are dropped: the state has grown.
 
         Returns:
             A function of (tokens int32 [1, width], start int32 [], noise key uint32 [2], slots,
@@ -66,30 +71,24 @@ class Tiles:
             in are consumed. Outputs are `[]` for prefill, else int32 [2, width] with the argmax
             and the NaN count of every row, then the logits and top-k that `capture` names.
         """
-        if key not in self._tiles:
-            forward = self._forward(key)
-            self._tiles[key] = _compiled_of(forward), forward
-        elif key in self._traced.keys and self._compiled is None:
-            self._compiled = True
-        return self._tiles[key][0]
+        own = self._own
+        tile = own.tiles.get(key)
+        if tile is None:
+            tile = _Tile(self._forward(key), self._called)
+            own.tiles = {k: t for k, t in own.tiles.items() if k.capacity == key.capacity}
+            own.tiles[key] = tile
+        return tile
 
     @property
     def final_cap(self) -> float | None:
         """The model's final soft cap, where its raw logits can be had."""
         return self._raw.cap
 
-    @property
-    def compiled(self) -> bool | None:
-        """Whether MLX compiles: None until a tile has been called twice by one thread.
-
-        Where MLX cannot compile (no C++ compiler on Linux) it runs the Python function at every
-        call, which shows as a second trace of one key in one thread.
-        """
-        return self._compiled
-
-    def forget_other_capacities(self, capacity: int) -> None:
-        """Drop the tiles whose arrays had another capacity: they cannot be called again."""
-        self._tiles = {key: tile for key, tile in self._tiles.items() if key.capacity == capacity}
+    def _called(self, traced: bool, again: bool) -> None:
+        """Count a call that has come to its end."""
+        self.trace_count += traced
+        if again:
+            self.compiled = not traced
 
     def _forward(self, key: TileKey) -> TileFunction:
         layout = self._layout
@@ -112,7 +111,6 @@ class Tiles:
             logits = model(tokens, cache=caches)[0]
             state = layout.collect(caches)
             if key.capture is None:
-                self._count_trace(key)
                 return [], *state
             rows = LogitRowScan(cap=cap, top_k=key.capture.top_k)(logits)
             choice = rows.argmax
@@ -125,45 +123,52 @@ class Tiles:
                 outputs.append(logits)
             if rows.top_values is not None and rows.top_indices is not None:
                 outputs += [rows.top_values, rows.top_indices]
-            self._count_trace(key)
             return outputs, *state
 
         return forward
 
-    def _count_trace(self, key: TileKey) -> None:
-        """A trace has come to its end: one that Ctrl-C ends is made again."""
-        self.trace_count += 1
-        if key in self._traced.keys:
-            self._compiled = False
-        self._traced.keys.add(key)
 
+class _Tile:
+    """A forward as one thread has compiled it.
 
-# What MLX was given to compile, and must not be freed; see `_compiled_of`.
-_given: list[TileFunction] = []
+    MLX finds a graph by the address of the function, thread by thread, and when the function goes
+    it forgets what the thread that called it last has compiled (0.32.4, measured). What another
+    one has compiled it keeps, with all of the model's weights, and answers the next function at
+    that address from it, silently. So no two threads share a function.
 
-
-def _compiled_of(function: TileFunction) -> TileFunction:
-    """`mx.compile`, of a function at whose address no other one will ever be.
-
-    MLX finds a graph by the address of the function, and where several threads have called it
-    does not forget all of its graphs when it goes (0.32.4, measured): the next function at that
-    address would be answered from a graph of the old one, silently. So what MLX is given is kept
-    for good. It is small: what it calls, and with it the model, it does not keep.
+    Args:
+        forward: What is compiled.
+        called: Told after every call whether it was traced, and whether calls like it had come to
+            their end before: by the same stream, with arrays of the same shapes.
     """
-    called = weakref.ref(function)
 
-    def traced(*arguments: Any) -> tuple[Arrays, Arrays, Arrays]:
-        forward = called()
-        assert forward is not None, "a tile is called by who holds it"
-        return forward(*arguments)
+    def __init__(self, forward: TileFunction, called: Callable[[bool, bool], None]):
+        self._called = called
+        # Of the traces whose calls have come to their end, and of the one that was made last.
+        self._circumstances: set[Any] = set()
+        self._traced: Any = None
 
-    _given.append(traced)
-    compiled: TileFunction = mx.compile(traced)
-    return compiled
+        def traced(*arguments: Any) -> tuple[Arrays, Arrays, Arrays]:
+            result = forward(*arguments)
+            arrays = [*arguments[-2], *arguments[-1]]
+            stream = str(mx.default_stream(mx.default_device()))
+            self._traced = (stream, *(tuple(array.shape) for array in arrays))
+            return result
+
+        self._compiled: TileFunction = mx.compile(traced)
+
+    def __call__(self, *arguments: Any) -> tuple[Arrays, Arrays, Arrays]:
+        self._traced = None
+        result = self._compiled(*arguments)
+        traced = self._traced
+        self._called(traced is not None, traced is None or traced in self._circumstances)
+        if traced is not None:
+            self._circumstances.add(traced)
+        return result
 
 
-class _TracedInThisThread(threading.local):
-    """The keys the calling thread has traced."""
+class _TilesOfThisThread(threading.local):
+    """The tiles that the calling thread has compiled."""
 
     def __init__(self) -> None:
-        self.keys: set[TileKey] = set()
+        self.tiles: dict[TileKey, _Tile] = {}

@@ -307,10 +307,11 @@ def test_what_a_draft_models_engine_has_to_say_is_in_every_response(chained):
     model = DraftModel(tiny_model("llama"), tile_widths=(1, 2))
     drafter = Chain(PromptLookup(), model) if chained else model
     decoder = SpeculativeDecoder(engine_of("llama"), drafter, SpeculativeDecodingOptions(3))
-    decoder.engine.note = "first"
-    model.engine.note = "every step is awaited"
+    decoder.engine._notes["placement"] = "first"
+    model.engine._notes["copies"] = "every step is awaited"
     list(decoder.generate(prompt_of(5), max_tokens=8))
     assert decoder.stats.note == "first; draft model: every step is awaited"
-    decoder.engine.note = model.engine.note = None
+    decoder.engine._notes.clear()
+    model.engine._notes.clear()
     list(decoder.generate(prompt_of(5), max_tokens=8))
     assert decoder.stats.note is None

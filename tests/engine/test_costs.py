@@ -35,6 +35,7 @@ class TimedEngine:
     vocab_size = 100
     processed_token_count = 1
     max_verify_block_length = 1000
+    one_forward_draft_budget = 999
 
     def __init__(self, seconds_of):
         self.seconds_of = seconds_of
@@ -176,6 +177,88 @@ def test_widths_that_round_differently_are_left_out_unless_exactness_is_waived(m
     model = tiny_model("llama")
     assert StaticShapeEngine(model).widened().tile_widths == (*own, 24)
     assert StaticShapeEngine(model, exact=False).widened().tile_widths[-1] == 64
+
+
+def test_a_ladder_that_no_other_width_is_equal_to_stays_with_what_is_held(monkeypatch):
+    cheap(monkeypatch)
+    engine = StaticShapeEngine(tiny_model("llama"))
+    engine.prefill(PROMPT)
+    monkeypatch.setattr(
+        "mlxspec.engine.survey.WidthSurvey.classes_at",
+        lambda *where, **how: ([(1, 2, 4, 8, 16), (24, 32, 48, 64)], True),
+    )
+    assert engine.widened() is engine
+    assert list(engine.tokens) == PROMPT
+
+
+def test_a_wider_engine_has_the_options_of_the_one_before_and_says_its_own_widths(monkeypatch):
+    cheap(monkeypatch)
+    monkeypatch.setattr(
+        "mlxspec.engine.survey.WidthSurvey.classes_at",
+        lambda survey, position, widths, *more, **how: (
+            [tuple(w for w in widths if w not in (1, 64))],
+            True,
+        ),
+    )
+    options = {"max_context_length": 5000, "initial_capacity": 4096}
+    engine = StaticShapeEngine(tiny_model("llama"), **options)
+    assert engine.note == (
+        "tile widths 2, 4, 8, 16 of 1, 2, 4, 8, 16: the others round differently on this device"
+    )
+    wide = engine.widened()
+    assert wide.capacity == 4096 + 48
+    ours, all_of_them = ", ".join(map(str, wide.tile_widths)), "1, 2, 4, 8, 10, 16, "
+    assert wide.tile_widths[-1] == 48
+    assert f"tile widths {ours} of {all_of_them}" in wide.note
+    assert "16: the others" not in wide.note
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {}),
+        ("llama", {"tile_widths": (2, 8, 16)}),
+        ("gemma3_text", {"tile_widths": (3, 8, 16)}),
+        ("mamba2", {}),
+        ("nemotron_h", {}),
+        ("lfm2", {"tile_widths": (2, 4, 8, 16)}),
+        ("rwkv7", {}),
+    ],
+)
+@pytest.mark.parametrize(("length", "span_step"), [(28, 256), (300, 256), (300, 48)])
+def test_what_is_timed_is_one_tile_of_the_width_asked_for(family, options, length, span_step):
+    options = options | {"max_context_length": length, "span_step": span_step}
+    engine = StaticShapeEngine(tiny_model(family), **options)
+    asked, run, decode_tile = [], [], engine._decode_tile
+
+    def noted_tile(position, stop, *more):
+        tile = decode_tile(position, stop, *more)
+        run.append((stop - position, tile.outputs[0].shape[1]))
+        return tile
+
+    verify = engine.verify
+
+    def noted(block):
+        asked.append(len(block))
+        return verify(block)
+
+    engine._decode_tile, engine.verify = noted_tile, noted
+    costs = measure_costs(engine, engine.tile_widths)
+    assert [rows for rows, _ in run] == asked
+    assert {width for _, width in run} == set(costs.widths)
+    room = min(length - 1, span_step) - costs.widths[0]
+    assert {rows for rows, width in run if rows != width} <= {room}
+
+
+def test_costs_of_a_short_context_are_not_taken_for_those_of_a_long_one(monkeypatch, tmp_path):
+    monkeypatch.setattr("mlxspec.engine.measurements.cache_dir", lambda: tmp_path)
+    widths = {"tile_widths": (1, 2, 4, 8, 16)}
+    for length, measured in ((4, (1, 2)), (100, widths["tile_widths"])):
+        engine = StaticShapeEngine(tiny_model("llama"), max_context_length=length, **widths)
+        assert engine.tile_costs.widths == measured
+        again = StaticShapeEngine(tiny_model("llama"), max_context_length=length, **widths)
+        assert again.tile_costs.widths == measured
+        assert again.remembered == {"tile costs": True}
 
 
 def test_a_price_of_exactness_above_five_percent_is_said(monkeypatch):

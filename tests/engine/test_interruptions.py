@@ -175,6 +175,7 @@ def test_whoever_goes_on_after_ctrl_c_meets_nothing_of_the_call(
         if POISON not in kept:
             assert max(theirs.nan_count) <= 1
         assert mx.array_equal(ours.logits, theirs.logits, equal_nan=True)
+    assert interrupted.compiled is True
 
 
 @pytest.mark.parametrize("name", ["verify", "verify ahead", "roll_out", "prefill"])
@@ -221,6 +222,7 @@ def go_on_alike(interrupted: StaticShapeEngine, clean: StaticShapeEngine) -> Non
         ours, theirs = (engine.verify([token], LOGITS) for engine in (interrupted, clean))
         assert max(theirs.nan_count) <= 1
         assert mx.array_equal(ours.logits, theirs.logits, equal_nan=True)
+    assert interrupted.compiled is True
 
 
 def stopping_at(tokens: int) -> Callable[[int, int], None]:
@@ -360,14 +362,17 @@ def test_ctrl_c_right_after_the_step_under_way_was_taken_forgets_nothing(setting
     go_on_alike(interrupted, clean)
 
 
+@pytest.mark.parametrize("grown", [0, 1, 2, 3])
 @pytest.mark.parametrize("setting", ["llama, quantized", "gemma3_text", "lfm2"])
-def test_where_there_is_no_room_to_grow_the_engine_is_as_it_was(setting, monkeypatch):
+def test_where_there_is_no_room_to_grow_the_engine_is_as_it_was(setting, grown, monkeypatch):
     interrupted, clean = both(setting, "a prompt", 18)
-    evaluate, most = mx.eval, interrupted.capacity
+    evaluate, most, left = mx.eval, interrupted.capacity, [grown]
 
     def no_room(*arrays: Any) -> None:
         if any(isinstance(array, mx.array) and array.shape[2] > most for array in arrays):
-            raise RuntimeError("no room")
+            if not left[0]:
+                raise RuntimeError("no room")
+            left[0] -= 1
         evaluate(*arrays)
 
     monkeypatch.setattr(mx, "eval", no_room)
@@ -439,6 +444,19 @@ def test_a_dynamic_engine_is_right_or_empty_after_ctrl_c_at_any_line(calls):
                 go(interrupted, calls)
             rows = expected[kept(interrupted)]
             assert mx.array_equal(interrupted.verify([9], LOGITS).logits, rows)
+
+
+@pytest.mark.parametrize(("family", "kept"), [("llama", 12), ("mamba2", 0)])
+def test_a_dynamic_engine_goes_back_where_progress_raises_or_is_empty(family, kept):
+    model, text = varied_model(family), prompt_of(12, seed=4)
+    interrupted, clean = (DynamicShapeEngine(model, prefill_step_size=4) for _ in "ab")
+    interrupted.prefill(text)
+    with pytest.raises(OSError, match="full"):
+        interrupted.prefill(prompt_of(11, seed=5), stopping_at(8))
+    assert list(interrupted.tokens) == text[:kept]
+    clean.prefill(text[:kept])
+    ours, theirs = (engine.verify([9], LOGITS).logits for engine in (interrupted, clean))
+    assert mx.array_equal(ours, theirs)
 
 
 def test_an_exception_that_was_interrupted_while_it_was_handled_is_handled_no_more():

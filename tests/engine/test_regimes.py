@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import mlx.core as mx
 import pytest
@@ -15,6 +16,7 @@ from mlxspec import (
 )
 from mlxspec.engine.regimes import Regime, reachable
 from mlxspec.engine.spans import SpanRule
+from mlxspec.engine.state import ModelState
 from mlxspec.engine.state.frame import TileFrame
 from mlxspec.engine.support import model_from_config
 from mlxspec.verification import probe_model
@@ -119,6 +121,55 @@ def test_where_a_context_has_no_room_to_compare_one_width_is_left():
     assert engine.one_forward_draft_budget == 0
     engine.verify([3])
     assert engine.tile_widths == (1,)
+
+
+@pytest.mark.usefixtures("fresh_cache")
+@pytest.mark.parametrize("family", ["llama", "lfm2"])
+def test_where_widths_cannot_be_compared_the_text_goes_on_in_the_narrowest(family, monkeypatch):
+    model = tiny_model(family)
+    engine = StaticShapeEngine(model, max_context_length=N)
+    engine._notes["copies"] = "said before"
+
+    def no_room(state, position):
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(ModelState, "pretend", no_room)
+    engine.prefill(PROMPT)
+    assert list(engine.tokens) == PROMPT
+    assert engine.tile_widths == (1,)
+    assert engine.note == (
+        "said before; tile widths 1 of 1, 2, 4, 8, 16 from 768 tokens on: the others could not "
+        "be compared there (no room)"
+    )
+    alone = StaticShapeEngine(model, max_context_length=N, tile_widths=(1,))
+    alone.prefill(PROMPT)
+    assert engine.verify([1]).argmax == alone.verify([1]).argmax
+
+
+@pytest.mark.usefixtures("fresh_cache")
+def test_what_is_given_up_at_one_place_is_still_said_after_another(monkeypatch):
+    engine = StaticShapeEngine(tiny_model("llama"), max_context_length=6000)
+    monkeypatch.setattr(
+        "mlxspec.engine.survey.width_classes",
+        lambda engine, widths: [(1, 2, 4, 16) if 8 in widths else (1, 2)],
+    )
+    engine.prefill(PROMPT)
+    assert engine.tile_widths == (1, 2, 4, 16)
+    engine.prefill(PROMPT * 3)
+    assert engine.tile_widths == (1, 2)
+    assert re.findall("from ([0-9]+) tokens on", engine.note) == ["768", "3840"]
+
+
+@pytest.mark.usefixtures("fresh_cache")
+def test_a_rollout_may_cross_a_place_and_go_on_behind_it():
+    engine = StaticShapeEngine(tiny_model("llama"), max_context_length=N)
+    engine.prefill(PROMPT[:766])
+    while engine.processed_token_count < 780:
+        count = engine.roll_out_limit(1)
+        assert count > 0
+        engine.roll_out([PROMPT[engine.processed_token_count]], min(3, count))
+    assert Regime(1024) in engine._compared
+    engine.roll_out([5, 6, 7], 8)
 
 
 @pytest.mark.usefixtures("fresh_cache")

@@ -6,11 +6,13 @@ import gc
 import random
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mlx.utils import tree_flatten
 
 from mlxspec import Capture, EngineBusy, StaticShapeEngine
 from mlxspec.engine.exclusive import Exclusive, one_call
@@ -282,6 +284,19 @@ def test_without_a_compiler_the_engine_says_so_and_the_rows_are_the_same(model):
     assert uncompiled.compiled is False
 
 
+def test_another_default_stream_is_not_taken_for_a_missing_compiler(model):
+    engine = make(model)
+    for stream in (mx.default_stream(mx.cpu), mx.new_stream(mx.cpu), mx.default_stream(mx.cpu)):
+        with mx.stream(stream):
+            traces = engine.trace_count
+            for _ in range(2):
+                engine.reset(0)
+                engine.verify(tokens(3))
+                assert engine.compiled is not False
+    assert engine.trace_count == traces
+    assert engine.compiled is True
+
+
 # Accidents
 
 
@@ -373,6 +388,27 @@ def test_engines_that_two_threads_have_used_leave_no_graph_to_later_ones():
         gc.collect()
 
 
+def test_an_engine_that_two_living_threads_have_used_leaves_no_weights_behind():
+    def in_use() -> int:
+        gc.collect()
+        mx.clear_cache()
+        return mx.get_active_memory()
+
+    def use_one(seed: int) -> None:
+        engine = make(tiny_model("llama", seed), widths=(1,))
+        engine.verify([5])
+        worker.submit(engine.reset, 0).result()
+        worker.submit(engine.verify, [5]).result()
+
+    with ThreadPoolExecutor(1) as worker:
+        use_one(1)
+        before = in_use()
+        for seed in range(2, 6):
+            use_one(seed)
+        weights = sum(array.nbytes for _, array in tree_flatten(tiny_model("llama").parameters()))
+        assert in_use() - before < weights // 2
+
+
 class Guarded:
     def __init__(self):
         self._exclusive = Exclusive()
@@ -427,6 +463,18 @@ def test_two_threads_at_once_are_told_and_nothing_is_mixed(model):
         leave.set()
         thread.join()
     assert list(engine.tokens) == tokens(8)
+
+
+def test_a_call_from_inside_a_call_is_told_so_and_not_to_wait(model):
+    engine = make(model, prefill_step_size=4)
+
+    def again(processed, total):
+        engine.verify([1])
+
+    with pytest.raises(EngineBusy, match="verify: called from inside prefill of this engine"):
+        engine.prefill(tokens(8), again)
+    assert not list(engine.tokens)
+    engine.prefill(tokens(8))
 
 
 def test_a_second_lease_is_refused_until_the_first_ends(model):

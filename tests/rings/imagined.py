@@ -75,9 +75,6 @@ class ImaginedTiles:
         self._engine = engine
         self._layout = layout
 
-    def forget_other_capacities(self, capacity: int) -> None:
-        pass
-
     def get(self, key: Any) -> Any:
         def tile(tokens, start, noise_key, slots, recurrent):
             return self._forward(key, tokens.tolist()[0], int(start.item()), slots, recurrent)

@@ -120,13 +120,15 @@ class StateLayout:
     def grow(self, slots: list[mx.array], capacity: int) -> None:
         """Give every array of slots room for `capacity` tokens, in place in the list.
 
-        One array is copied at a time, so the peak is one array more, not one state more.
+        One array is copied at a time, so the peak is one array more, not one state more. If there
+        is no memory for one of them, those before it have their room already.
         """
         for index, layer in enumerate(self.layer_of_each_array):
             grown = layer.grow(slots[index], capacity)
-            # There may be no room for it, and then there is still the old one.
-            mx.eval(grown)
-            slots[index] = grown
+            if grown is not slots[index]:
+                # There may be no memory for it, and then there is still the old one.
+                mx.eval(grown)
+                slots[index] = grown
 
     def clear(self, slots: list[mx.array], begin: int, end: int, high_water: int) -> None:
         """Zero what was written of the slots of positions begin..end-1, in place in the list.

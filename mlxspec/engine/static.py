@@ -857,7 +857,11 @@ class StaticShapeEngine(OneSequence):
         """Run the history's tokens from `start`, `rows` of them, in one tile; lazily."""
         state = self._state
         self._forget_unread()
-        state.clear_non_finite(self._cursor)
+        try:
+            state.clear_non_finite(self._cursor)
+        except Exception as failure:
+            self._cursor = 0
+            raise self._emptied(failure) from failure
         if span + self.verify_tile_width > state.capacity:
             state.grow(self._capacity_for(span))
         tokens = self._tile_tokens(start, rows, width)

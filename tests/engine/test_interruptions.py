@@ -10,6 +10,7 @@ import contextlib
 import copy
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from hypothesis import strategies as st
 
 import mlxspec
 from mlxspec import Capture, DynamicShapeEngine, StaticShapeEngine
-from mlxspec.engine.state import ModelState
+from mlxspec.engine.state import ModelState, StateLayout
 from tests.cases import prompt_of, varied_model
 from tests.interruptions import Interruptions
 
@@ -326,6 +327,60 @@ def test_a_prompt_that_was_no_number_leaves_nothing_to_a_shorter_one(setting, ho
         begin(interrupted)
         interrupted.restore(image)
     interrupted.reset(10)
+    go_on_alike(interrupted, clean)
+
+
+@pytest.mark.parametrize("call", ["roll_out", "prefill", "verify"])
+@pytest.mark.parametrize("setting", ["llama, quantized", "gemma3_text", "lfm2"])
+def test_what_failed_in_a_thread_is_no_matter_to_another(setting, call, monkeypatch):
+    """MLX computes in another thread nothing that was not begun in its own."""
+    interrupted, clean = both(setting, "a rejected draft", 29)
+
+    def stop(*anything: Any) -> bool:
+        raise OSError("full")
+
+    def work() -> None:
+        if call == "roll_out":
+            interrupted.roll_out([5, 6], 3, go_on=stop)
+        elif call == "prefill":
+            interrupted.prefill(prompt_of(20, seed=5), stopping_at(8))
+        else:
+            interrupted.verify([5, POISON])
+
+    if call == "verify":
+        monkeypatch.setattr(interrupted, "_read_rows", stop)
+    with ThreadPoolExecutor(1) as pool:
+        with pytest.raises(OSError, match="full"):
+            pool.submit(work).result()
+        monkeypatch.undo()
+        go_on_alike(interrupted, clean)
+
+
+@pytest.mark.parametrize("setting", ["llama, quantized", "gemma3_text", "lfm2"])
+def test_an_image_of_one_thread_is_restored_in_another(setting):
+    engine, clean = both(setting, "a prompt", 29)
+    with ThreadPoolExecutor(1) as pool:
+        image = pool.submit(engine.image).result()
+        begin(engine)
+        engine.restore(image)
+        go_on_alike(engine, clean)
+
+
+@pytest.mark.parametrize("setting", ["llama", "gemma3_text"])
+def test_where_slots_cannot_be_cleared_the_engine_is_emptied(setting, monkeypatch):
+    interrupted, clean = both(setting, "a rejected draft", 29)
+
+    def lost(*arguments: Any) -> None:
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(StateLayout, "clear", lost)
+    with pytest.raises(RuntimeError, match=r"engine was emptied.*the device is lost"):
+        interrupted.verify([5])
+    monkeypatch.undo()
+    assert not list(interrupted.tokens)
+    for engine in (interrupted, clean):
+        engine.reset(0)
+        engine.prefill(prompt_of(29, seed=4))
     go_on_alike(interrupted, clean)
 
 

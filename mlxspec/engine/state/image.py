@@ -51,6 +51,8 @@ def image_of(state: ModelState, tokens: list[int], kept: int) -> StateImage:
     ]
     wanted = {state.position, state.pinned} - {0}
     checkpoints = [c for c in state.checkpoints if c.position in wanted and c.arrays]
+    # Another thread could not compute them, and the next forward would copy what they are of.
+    mx.eval(slots, [c.arrays for c in checkpoints])
     reached = max(state.reached, len(tokens))
     return StateImage(tokens, state.is_quantized, slots, first, checkpoints, state.pinned, reached)
 

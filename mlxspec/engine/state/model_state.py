@@ -222,6 +222,9 @@ class ModelState:
             self.high_water, self.reached = before.high_water, before.reached
         if before is not None or journal.unconverted:
             self.grow(self.capacity)
+        # What is left to compute is computed here: another thread may make the next call, and
+        # could not.
+        mx.eval(self.slots, [checkpoint.arrays for checkpoint in self.checkpoints])
         self.journal = None
 
     def wrote(self, slots: list[mx.array], start: int, end: int, cursor: int) -> None:

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-# What the template is given by us: the turns, in what form they come back, and whether they end
-# with an answer to come or with one that is begun.
-_OURS = ("add_generation_prompt", "continue_final_message", "conversation", "messages", "tokenize")
+# What is ours to say where a chat is rendered: the turns, whether an answer is to come or is begun,
+# and that text comes back, uncut.
+_OURS = {
+    *("self", "conversation", "messages", "add_generation_prompt", "continue_final_message"),
+    *("tokenize", "tokenizer_kwargs", "padding", "truncation", "max_length"),
+    *("return_tensors", "return_dict", "return_assistant_tokens_mask"),
+}
 
 
 def require_free_variables(name: str, variables: Iterable[str]) -> None:
@@ -56,7 +60,7 @@ def rendered_chat(
     except Exception as problem:  # a template is a program of the model's, and may raise anything
         from jinja2 import TemplateError
 
-        # These speak for themselves; of others, the text alone may be a mere name.
+        # These speak for themselves; of another one the text may be a mere name.
         plain = isinstance(problem, TemplateError | TypeError | ValueError)
         reason = problem if plain else repr(problem)
         raise ValueError(f"the model's chat template refuses this chat: {reason}") from problem

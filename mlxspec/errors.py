@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 
+def in_words(error: BaseException) -> str:
+    """What an error says, or its name where it says nothing."""
+    return str(error) or type(error).__name__
+
+
 class MlxspecError(Exception):
     """Base class of the errors below, so that a caller can catch them together."""
 

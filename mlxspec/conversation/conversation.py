@@ -71,8 +71,9 @@ class Conversation:
             "stop" raises `ContextFull`; "trim" feeds the system prompt and the newest turns alone,
             as many as leave a quarter of the context free. It does so when there is less room
             than `max_tokens`, or than a quarter of the context.
-        chat_template_config: Variables for the chat template. What is rendered, and as what, is
-            not for them to say.
+        chat_template_config: Variables for the chat template, such as `enable_thinking`; the
+            arguments of `apply_chat_template` that say what is rendered (`tokenize`, `messages`,
+            `add_generation_prompt`, ...) are refused.
         use_chat_template: False makes one running text of the conversation.
         stop_tokens: Ids that end an answer beside the tokenizer's own end tokens.
         stop_strings: What ends an answer; none of it is in the text.

@@ -92,7 +92,7 @@ def one_call(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[A
                 if inside.thread == me.thread:
                     raise EngineBusy(
                         f"{name}: called from inside {inside.method} of {exclusive.what}, which "
-                        "has not come to its end"
+                        "has not come to its end; call it when that one has returned"
                     )
                 raise EngineBusy(
                     f"{name}: another thread is inside {exclusive.what}; {exclusive.advice}"

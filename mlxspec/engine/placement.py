@@ -47,9 +47,14 @@ class TilePlacement(Protocol):
 
 @dataclass(frozen=True)
 class FreePlacement:
-    """Tiles start where they are needed."""
+    """Tiles start where they are needed.
 
-    widest: int
+    Attributes:
+        rows: Most rows of a tile that are used.
+        limits: What no tile crosses.
+    """
+
+    rows: int
     limits: TileLimits
 
     def start(self, position: int, checkpoint: int) -> int:
@@ -57,8 +62,8 @@ class FreePlacement:
         return position
 
     def end(self, start: int) -> int:
-        """The tile's width on, or the next limit."""
-        return min(start + self.widest, self.limits.end(start))
+        """As many rows on as are used, or the next limit."""
+        return min(start + self.rows, self.limits.end(start))
 
     def reaches(self, position: int, checkpoint: int) -> bool:
         """Always: there is no recurrent state."""
@@ -129,9 +134,22 @@ def _multiples(widths: tuple[int, ...], unit: int) -> tuple[int, ...]:
 
 
 def tile_placement(
-    placement: Placement, widths: tuple[int, ...], limits: TileLimits, recurrent: bool
+    placement: Placement,
+    widths: tuple[int, ...],
+    limits: TileLimits,
+    recurrent: bool,
+    *,
+    rows_agree: bool = True,
 ) -> TilePlacement:
     """The rule of that name.
+
+    Args:
+        placement: Its name.
+        widths: The ladder, ascending.
+        limits: What no tile crosses.
+        recurrent: Whether a layer has a recurrent state.
+        rows_agree: Whether a position is known to come out the same in every row of a tile. If
+            not, a free tile computes one position only; the others always have it in one row.
 
     Raises:
         ValueError: The rule does not fit the layers: recurrent state cannot be placed freely,
@@ -154,7 +172,7 @@ def tile_placement(
         if not recurrent:
             raise ValueError("placement: 'anchored' is for recurrent layers; use 'free'")
         return AnchoredPlacement(widths, limits)
-    return FreePlacement(widths[-1], limits)
+    return FreePlacement(widths[-1] if rows_agree else 1, limits)
 
 
 def default_tile_widths(placement: Placement | None) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ import mlx.nn as nn
 
 from mlxspec.engine.ahead import CopyWatch, StepAhead, Submitted
 from mlxspec.engine.costs import TileCosts
+from mlxspec.engine.exactness import best_class
 from mlxspec.engine.exclusive import one_call
 from mlxspec.engine.placement import Placement, checked_tile_widths, prefill_ladder, tile_placement
 from mlxspec.engine.protocol import Capture, ProgressCallback, VerifyRows
@@ -29,11 +30,11 @@ from mlxspec.engine.support import (
     require_static,
     starts_without_state,
 )
-from mlxspec.engine.survey import WidthSurvey, class_to_decode_in, price_of_exactness
+from mlxspec.engine.survey import WidthSurvey, price_of_exactness
 from mlxspec.engine.tiles import TileKey, Tiles
 from mlxspec.engine.tokens import token_ids
 from mlxspec.engine.warm_up import warm_up
-from mlxspec.errors import RewindRefused
+from mlxspec.errors import RewindRefused, in_words
 from mlxspec.numbers import whole_number
 
 DEFAULT_PREFILL_STEP_SIZE = 2048
@@ -103,7 +104,9 @@ class StaticShapeEngine(OneSequence):
         warm = warm_up(model, ladder[-1], quantization)
         layout = warm.layout
         super().__init__(model, warm.vocab_size, context_length)
-        self._widths = ladder
+        # What every sequence begins in; and what was asked for that a context so long can fill.
+        self._ladder = ladder
+        self._usable = tuple(width for width in ladder if width < context_length) or ladder[:1]
         # What the rings are made for, also where some of the widths are given up later.
         self._widest = ladder[-1]
         self._step_widths = prefill_widths
@@ -168,6 +171,7 @@ class StaticShapeEngine(OneSequence):
             # mlx-lm converts after a forward, so its first one sees whole keys; so does ours.
             quantized_from = max(quantized_kv_start, ladder[0] if self._recurrent else 1)
         self._quantize_from(quantized_from)
+        self._ladder = ladder
         self._decode_in(ladder)
 
     @property
@@ -224,9 +228,9 @@ class StaticShapeEngine(OneSequence):
         this model, device and version of MLX: see `costs.measure_costs`.
         """
         if self._tile_costs is None:
-            self._tile_costs, known = self._survey.costs_at(0, self._survey.widths(self._widths))
+            self._tile_costs, known = self._survey.costs_at(0, self._survey.widths(self._ladder))
             self.remembered["tile costs"] = known
-            price = price_of_exactness(self._tile_costs, self._widths)
+            price = price_of_exactness(self._tile_costs, self._ladder)
             if self._compares and price:
                 self._notes["price"] = price
         return self._tile_costs
@@ -239,7 +243,7 @@ class StaticShapeEngine(OneSequence):
         of random numbers; this engine is left as it is. The widths are those of the ladder and
         those that it may be widened by.
         """
-        return list(self._survey.regimes(self._widths, self._limits))
+        return list(self._survey.regimes(self._ladder, self._limits))
 
     def learn_tile_costs(self, costs: TileCosts) -> None:
         """Take what rounds have shown as `tile_costs` from now on; nothing is written down."""
@@ -269,19 +273,21 @@ class StaticShapeEngine(OneSequence):
         """
         if not self._survey.may_widen:
             return self
-        widths = self._survey.ladder_that_pays(self._widths, self.tile_costs)
-        if widths == self._widths:
+        widths, ladder = self._survey.ladder_that_pays(self._ladder, self.tile_costs), self._ladder
+        if widths == ladder:
             return self
-        classes, notes = self.width_classes, dict(self._notes)
+        classes, notes = self.width_classes, {}
         if self._exact:
-            asked = widths
+            looked_at = tuple(sorted({*widths, *self._usable}))
             classes, known = self._survey.classes_at(0, widths)
             self.remembered["width classes"] = known
-            alike = next((group for group in classes if set(self._widths) <= set(group)), ())
-            widths = tuple(sorted({*self._widths, *alike}))
-            if widths == self._widths:
+            alike = next((group for group in classes if set(ladder) <= set(group)), ())
+            widths = tuple(sorted({*ladder, *alike}))
+            if widths == ladder:
                 return self
-            notes |= _given_up(widths, tuple(sorted({*asked, *self._usable})))
+            notes = _given_up(widths, looked_at)
+        if "price" in self._notes:
+            notes["price"] = self._notes["price"]
         engine = self.twin(widths)
         engine.width_classes, engine._notes = classes, notes
         engine._tile_costs, engine._compares = self._tile_costs, self._compares
@@ -292,7 +298,8 @@ class StaticShapeEngine(OneSequence):
         """Compare the ladder's widths where `position` is the first to meet other kernels.
 
         What is left of the ladder is a part of one class here and was one before, so positions
-        behind see no other bits.
+        behind see no other bits. Where no part is one, the narrowest width goes on, with what is
+        the same whatever was drafted: one position a tile, or one row for every position.
         """
         if self._reach.compared_at(position):
             return
@@ -301,9 +308,18 @@ class StaticShapeEngine(OneSequence):
         quantized = self._limits.quantized_at(begin)
         kept, reason = self._survey.equal_at(begin, self._widths, quantized)
         if kept != self._widths:
-            self._notes |= _given_up(kept, self._widths, f" from {begin} tokens on", reason)
-            self._decode_in(kept)
+            widths = kept or self._widths[:1]
+            self._notes |= _given_up(widths, self._widths, f" from {begin} tokens on", reason)
+            self._decode_in(widths, rows_agree=bool(kept))
         self._compared.add(regime)
+
+    def _forget_places(self) -> None:
+        """Begin a sequence in the whole ladder again, whatever was given up far out in another."""
+        # First, should Ctrl-C arrive here: what is not known to be compared is compared again.
+        self._compared.intersection_update({Regime()})
+        self._decode_in(self._ladder)
+        for about in [about for about in self._notes if about.startswith("widths from")]:
+            del self._notes[about]
 
     @property
     def trace_count(self) -> int:
@@ -481,11 +497,14 @@ class StaticShapeEngine(OneSequence):
         ids = token_ids(tokens, self._vocab_size, "roll_out")
         if not ids:
             raise ValueError("roll_out: expected at least one token to go on from, got none")
+        promised = self.roll_out_limit(len(ids))
         self._examine(self._cursor)
         _require_length("roll_out", len(ids), self._reach.verify_bound)
         limit = self.roll_out_limit(len(ids))
-        if not 1 <= count <= limit:
+        if not 1 <= count <= max(limit, promised) or not limit:
             raise ValueError(f"roll_out: expected 1 to {limit} tokens to choose, got {count}")
+        # Fewer, if the narrowest width has been given up just now.
+        count = min(count, limit)
         before = self._cursor
         with _Call(self, ids):
             rollout = self._rollout = self._rolled_out(count, capture, noise_key, go_on)
@@ -565,6 +584,7 @@ class StaticShapeEngine(OneSequence):
         if to == 0:
             self._history.clear()
             self._state.empty()
+            self._forget_places()
         else:
             self._mend()
 
@@ -644,9 +664,16 @@ class StaticShapeEngine(OneSequence):
         self._limits = TileLimits(self._spans, position)
         self._regimes = ComparedRegimes(self._limits, self._context_length, self._compared)
 
-    def _decode_in(self, widths: tuple[int, ...]) -> None:
-        """Use these widths: the ladder, or the part of it that computes the same bits."""
-        place = tile_placement(self._placement, widths, self._limits, self._recurrent)
+    def _decode_in(self, widths: tuple[int, ...], *, rows_agree: bool = True) -> None:
+        """Use these widths: the ladder, or the part of it that computes the same bits.
+
+        Args:
+            widths: Ascending.
+            rows_agree: Whether a position is known to come out the same in all of their rows.
+        """
+        place = tile_placement(
+            self._placement, widths, self._limits, self._recurrent, rows_agree=rows_agree
+        )
         prefill_widths = place.prefill_widths(self._step_widths)
         # As one, should Ctrl-C arrive here.
         self._widths, self._place, self._prefill_widths = widths, place, prefill_widths
@@ -654,11 +681,9 @@ class StaticShapeEngine(OneSequence):
 
     def _equal_widths(self) -> tuple[int, ...]:
         """The part of the ladder that is one class, so that no draft length changes a bit."""
-        # A tile as wide as the context could not be filled.
-        self._usable = tuple(width for width in self._widths if width < self._context_length)
         self.width_classes, known = self._survey.classes_at(0, self._usable, engine=self)
         self.remembered["width classes"] = known
-        kept = class_to_decode_in(self.width_classes, self._usable)
+        kept = best_class(self.width_classes)
         self._notes |= _given_up(kept, self._usable)
         return kept
 
@@ -938,7 +963,7 @@ class StaticShapeEngine(OneSequence):
         self._state.empty()
         return RuntimeError(
             "the device failed while it computed a forward; the engine was emptied, so begin "
-            f"again with the whole prompt ({failure})"
+            f"again with the whole prompt ({in_words(failure)})"
         )
 
     def _capacity_for(self, tokens: int) -> int:
@@ -963,7 +988,8 @@ class StaticShapeEngine(OneSequence):
             self._widths,
             self._widest,
             self._limits,
-            self._regimes if self._compares and len(self._widths) > 1 else None,
+            # Even of a single width the rows may differ among themselves, but for one row's.
+            self._regimes if self._compares and self._widths != (1,) else None,
             moves_by_tiles=self._recurrent or self._aligned,
             aligned=self._aligned,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import mlx.nn as nn
@@ -28,6 +28,7 @@ from mlxspec.engine.protocol import SpeculativeEngine
 from mlxspec.engine.regimes import Measured, reachable
 from mlxspec.engine.spans import TileLimits
 from mlxspec.engine.support import context_limit
+from mlxspec.errors import in_words
 
 # A price of exactness from which on it is said.
 _NOTABLE_PRICE = 1.05
@@ -46,7 +47,8 @@ class WidthSurvey:
 
     Attributes:
         model: What the engine runs.
-        options: How it does: the placement, the span step, and what is quantised from where.
+        options: How it does: the placement, the span step, and what is quantised from where,
+            beside what no measurement depends on.
         context_length: Most tokens of its sequence.
         is_recurrent: Whether a layer has a state that only full tiles move on.
         may_widen: Whether its ladder may grow.
@@ -59,6 +61,8 @@ class WidthSurvey:
     is_recurrent: bool
     may_widen: bool
     make: Callable[..., StandIn]
+    # What `equal_at` has answered before: a sequence may come to the same place again and again.
+    _answers: dict[Any, tuple[tuple[int, ...], str]] = field(default_factory=dict)
 
     def widths(self, ladder: tuple[int, ...]) -> tuple[int, ...]:
         """The ladder, and the widths that it may be widened by, ascending."""
@@ -151,21 +155,27 @@ class WidthSurvey:
     ) -> tuple[tuple[int, ...], str]:
         """The part of the ladder that is one class from this position on, and why no more is.
 
-        A state that is only moved in full tiles needs the narrowest width. Where nothing can be
-        compared, because the context or the memory has no room for it, the narrowest is left.
+        A state that is only moved in full tiles needs the narrowest width. There is no such part,
+        and the answer empty, where no width's rows agree, or where nothing can be compared because
+        the context or the memory has no room for it.
         """
+        question = position, ladder, quantized
+        if question in self._answers:
+            return self._answers[question]
         classes: list[tuple[int, ...]] = []
         if position + 1 + ladder[-1] < self.context_length:
             reason = "round differently there"
             try:
                 classes, _ = self.classes_at(position, ladder, quantized)
             except Exception as failure:  # whatever a device meets: a text is not ended by this
-                reason = f"could not be compared there ({failure})"
+                return (), f"could not be compared there ({in_words(failure)})"
         else:
             reason = "have no room to be compared there"
         if self.is_recurrent:
             classes = [group for group in classes if ladder[0] in group]
-        return class_to_decode_in(classes, ladder), reason
+        answer = best_class(classes) if classes else (), reason
+        self._answers[question] = answer
+        return answer
 
     def _stand_in(self, position: int, widths: tuple[int, ...], quantized: bool) -> StandIn:
         """Another engine that stands at this position."""
@@ -187,14 +197,6 @@ class WidthSurvey:
         """The circumstances of a measurement."""
         options = {name: self.options[name] for name in ("placement", "span_step")}
         return measured_in(self.model, **options, **what)
-
-
-def class_to_decode_in(classes: list[tuple[int, ...]], ladder: tuple[int, ...]) -> tuple[int, ...]:
-    """The class to decode in.
-
-    With no width whose rows agree among themselves, one row at a time is all that is left.
-    """
-    return best_class(classes) if classes else ladder[:1]
 
 
 def price_of_exactness(costs: TileCosts, ladder: tuple[int, ...]) -> str | None:

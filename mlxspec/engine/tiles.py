@@ -63,7 +63,8 @@ class Tiles:
     def get(self, key: TileKey) -> TileFunction:
         """The compiled forward of this key, for the calling thread.
 
-        Those whose arrays had another capacity are dropped: the state has grown.
+        A new one takes the place of the thread's others whose arrays had another capacity, which
+        the state has left behind.
 
         Returns:
             A function of (tokens int32 [1, width], start int32 [], noise key uint32 [2], slots,

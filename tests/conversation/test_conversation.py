@@ -301,7 +301,14 @@ def test_without_a_template_the_conversation_is_one_running_text(
                 {"chat_template_config": {"suffix": "x", variable: False}},
                 f"chat_template_config: '{variable}' is set by mlxspec itself; leave it out",
             )
-            for variable in ("add_generation_prompt", "messages", "tokenize")
+            for variable in (
+                "add_generation_prompt",
+                "conversation",
+                "messages",
+                "self",
+                "tokenize",
+                "truncation",
+            )
         ],
         (
             {"chat_template_config": {1: 2}},

@@ -173,10 +173,25 @@ def test_widths_that_round_differently_are_left_out_unless_exactness_is_waived(m
         "mlxspec.engine.survey.width_classes",
         lambda engine, widths: [(*own, 24), tuple(w for w in widths if w not in (*own, 24))],
     )
-    monkeypatch.setattr("mlxspec.engine.survey.best_class", lambda classes: own)
+    monkeypatch.setattr("mlxspec.engine.static.best_class", lambda classes: own)
     model = tiny_model("llama")
     assert StaticShapeEngine(model).widened().tile_widths == (*own, 24)
     assert StaticShapeEngine(model, exact=False).widened().tile_widths[-1] == 64
+
+
+def test_a_used_engine_is_widened_from_what_sequences_begin_in(monkeypatch):
+    cheap(monkeypatch)
+    monkeypatch.setattr(
+        "mlxspec.engine.survey.WidthSurvey.classes_at",
+        lambda survey, position, widths, *more, **how: ([widths[:3] if position else widths], True),
+    )
+    engine = StaticShapeEngine(tiny_model("llama"), max_context_length=1200)
+    engine.prefill([1 + i % 50 for i in range(800)])
+    engine._notes["copies"] = "every step is awaited"
+    assert engine.tile_widths == (1, 2, 4)
+    wide = engine.widened()
+    assert {1, 2, 4, 8, 16, 64} <= set(wide.tile_widths)
+    assert wide.note is None
 
 
 def test_a_ladder_that_no_other_width_is_equal_to_stays_with_what_is_held(monkeypatch):
@@ -225,7 +240,7 @@ def test_a_wider_engine_has_the_options_of_the_one_before_and_says_its_own_width
         ("rwkv7", {}),
     ],
 )
-@pytest.mark.parametrize(("length", "span_step"), [(28, 256), (300, 256), (300, 48)])
+@pytest.mark.parametrize(("length", "span_step"), [(28, 256), (300, 256), (300, 48), (300, 16)])
 def test_what_is_timed_is_one_tile_of_the_width_asked_for(family, options, length, span_step):
     options = options | {"max_context_length": length, "span_step": span_step}
     engine = StaticShapeEngine(tiny_model(family), **options)
@@ -248,6 +263,18 @@ def test_what_is_timed_is_one_tile_of_the_width_asked_for(family, options, lengt
     assert {width for _, width in run} == set(costs.widths)
     room = min(length - 1, span_step) - costs.widths[0]
     assert {rows for rows, width in run if rows != width} <= {room}
+
+
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OPENBLAS_CORETYPE"])
+def test_costs_of_other_kernels_or_threads_are_not_taken_for_these(name, monkeypatch, tmp_path):
+    monkeypatch.setattr("mlxspec.engine.measurements.cache_dir", lambda: tmp_path)
+    options = {"max_context_length": 20, "tile_widths": (1, 2)}
+    for value, known in (("1", False), ("1", True), ("2", False)):
+        monkeypatch.setenv(name, value)
+        engine = StaticShapeEngine(tiny_model("llama"), **options)
+        assert engine.tile_costs.widths == (1, 2)
+        assert engine.remembered == {"tile costs": known}
+    assert not list(tmp_path.rglob("*.part"))
 
 
 def test_costs_of_a_short_context_are_not_taken_for_those_of_a_long_one(monkeypatch, tmp_path):

@@ -9,11 +9,13 @@ import mlx.core as mx
 import pytest
 
 from mlxspec import (
+    Capture,
     PromptLookup,
     SpeculativeDecoder,
     SpeculativeDecodingOptions,
     StaticShapeEngine,
 )
+from mlxspec.engine import survey
 from mlxspec.engine.regimes import Regime, reachable
 from mlxspec.engine.spans import SpanRule
 from mlxspec.engine.state import ModelState
@@ -143,7 +145,68 @@ def test_where_widths_cannot_be_compared_the_text_goes_on_in_the_narrowest(famil
     )
     alone = StaticShapeEngine(model, max_context_length=N, tile_widths=(1,))
     alone.prefill(PROMPT)
-    assert engine.verify([1]).argmax == alone.verify([1]).argmax
+    logits = Capture(logits=True)
+    ours, theirs = (e.verify([1], logits).logits for e in (engine, alone))
+    assert mx.array_equal(ours, theirs)
+    # A lack of memory passes, and so is nowhere remembered.
+    monkeypatch.undo()
+    engine.reset(0)
+    assert engine.tile_widths == (1, 2, 4, 8, 16)
+    assert engine.note == "said before"
+    engine.prefill(PROMPT)
+    assert engine.tile_widths == (1, 2, 4, 8, 16)
+
+
+def in_no_row_alike(window_mask):
+    """A mask as of kernels whose every row but the first sums in another way far out."""
+
+    def mask(self, window=None):
+        seen = window_mask(self, window)
+        if self.width <= 16 and self.span >= 1024:
+            late = (mx.arange(self.width) > 0)[:, None]
+            return seen & ~(late & (mx.arange(self.span) < 400)[None])
+        return seen
+
+    return mask
+
+
+@pytest.mark.usefixtures("fresh_cache")
+@pytest.mark.parametrize("why", ["round differently", "could not be compared", "no room"])
+@pytest.mark.parametrize("family", ["llama", "lfm2"])
+def test_where_no_width_is_known_to_agree_a_draft_changes_nothing(family, why, monkeypatch):
+    """As on a device where one row is another kernel's, so that two rows are the narrowest tile."""
+    width_classes = survey.width_classes
+
+    def classes(engine, widths):
+        if engine.processed_token_count == 0:
+            return [(1,), (2, 4, 8, 16)]
+        if why == "could not be compared":
+            raise MemoryError
+        return width_classes(engine, widths)
+
+    monkeypatch.setattr(survey, "width_classes", classes)
+    monkeypatch.setattr(TileFrame, "causal_mask", in_no_row_alike(TileFrame.causal_mask))
+    model = tiny_model(family)
+    length = 783 if why == "no room" else N
+
+    def generated(drafter, align):
+        engine = StaticShapeEngine(model, max_context_length=length)
+        options = SpeculativeDecodingOptions(num_draft_tokens=6, align_proposals=align)
+        decoder = SpeculativeDecoder(engine, drafter, options)
+        tokens = [e.token for e in decoder.generate(PROMPT[:750], max_tokens=60)]
+        assert engine.tile_widths == (2,)
+        assert why in decoder.stats.note
+        return tokens
+
+    plain = generated(None, True)
+    for align in (True, False):
+        for wrong in (0.0, 0.3):
+            rng = random.Random(1)
+            spoiled = Oracle(
+                PROMPT[:750] + plain,
+                lambda _, t, rng=rng, wrong=wrong: t if rng.random() >= wrong else (t + 1) % 50,
+            )
+            assert generated(spoiled, align) == plain
 
 
 @pytest.mark.usefixtures("fresh_cache")
@@ -164,12 +227,34 @@ def test_what_is_given_up_at_one_place_is_still_said_after_another(monkeypatch):
 def test_a_rollout_may_cross_a_place_and_go_on_behind_it():
     engine = StaticShapeEngine(tiny_model("llama"), max_context_length=N)
     engine.prefill(PROMPT[:766])
-    while engine.processed_token_count < 780:
-        count = engine.roll_out_limit(1)
-        assert count > 0
-        engine.roll_out([PROMPT[engine.processed_token_count]], min(3, count))
-    assert Regime(1024) in engine._compared
+    rollout = engine.roll_out([5], 20)
+    engine.keep(rollout.processed)
+    assert engine.processed_token_count > 780
+    assert engine._compared == {Regime()}
     engine.roll_out([5, 6, 7], 8)
+    assert engine._compared == {Regime(), Regime(1024)}
+
+
+@pytest.mark.usefixtures("fresh_cache")
+def test_a_rollout_takes_as_many_tokens_as_its_limit_said(monkeypatch):
+    monkeypatch.setattr(
+        survey,
+        "width_classes",
+        lambda engine, widths: (
+            [(1,), (2, 4, 8, 16)] if engine.processed_token_count else [(1, 2, 4, 8, 16)]
+        ),
+    )
+    engine = StaticShapeEngine(tiny_model("gemma3_text"), max_context_length=N)
+    engine.prefill(PROMPT[:766])
+    engine.keep(engine.roll_out([5], 6).processed)
+    limit = engine.roll_out_limit(1)
+    with pytest.raises(ValueError, match="tokens to choose"):
+        engine.roll_out([5], limit + 1)
+    engine = StaticShapeEngine(tiny_model("gemma3_text"), max_context_length=N)
+    engine.prefill(PROMPT[:766])
+    engine.keep(engine.roll_out([5], 6).processed)
+    assert len(engine.roll_out([5], limit).steps) == limit - 1
+    assert engine.tile_widths == (2, 4, 8, 16)
 
 
 @pytest.mark.usefixtures("fresh_cache")

@@ -425,7 +425,7 @@ def test_where_there_is_no_room_to_grow_the_engine_is_as_it_was(setting, grown, 
     for engine in (interrupted, clean):
         # Their tiles have been traced before the arrays change.
         for token in (5, 6):
-            engine.verify([token])
+            engine.verify([token], LOGITS)
     evaluate, most, left = mx.eval, interrupted.capacity, [grown]
 
     def no_room(*arrays: Any) -> None:

@@ -157,12 +157,12 @@ def test_where_widths_cannot_be_compared_the_text_goes_on_in_the_narrowest(famil
     assert engine.tile_widths == (1, 2, 4, 8, 16)
 
 
-def in_no_row_alike(window_mask):
-    """A mask as of kernels whose every row but the first sums in another way far out."""
+def in_no_row_alike(window_mask, keys=1024):
+    """A mask as of kernels whose every row but the first sums in another way from so many keys."""
 
     def mask(self, window=None):
         seen = window_mask(self, window)
-        if self.width <= 16 and self.span >= 1024:
+        if self.width <= 16 and self.span >= keys:
             late = (mx.arange(self.width) > 0)[:, None]
             return seen & ~(late & (mx.arange(self.span) < 400)[None])
         return seen
@@ -207,6 +207,30 @@ def test_where_no_width_is_known_to_agree_a_draft_changes_nothing(family, why, m
                 lambda _, t, rng=rng, wrong=wrong: t if rng.random() >= wrong else (t + 1) % 50,
             )
             assert generated(spoiled, align) == plain
+
+
+@pytest.mark.usefixtures("fresh_cache")
+def test_the_rows_of_a_width_that_is_left_alone_are_compared_farther_out_too(monkeypatch):
+    width_classes = survey.width_classes
+
+    def classes(engine, widths):
+        places = {0: [(1,), (2, 4, 8, 16)], 768: [(2,), (4, 8)]}
+        return places.get(engine.processed_token_count) or width_classes(engine, widths)
+
+    monkeypatch.setattr(survey, "width_classes", classes)
+    monkeypatch.setattr(survey, "best_class", lambda classes: classes[0])
+    monkeypatch.setattr(TileFrame, "causal_mask", in_no_row_alike(TileFrame.causal_mask, 4096))
+    prompt = (PROMPT * 4)[:3830]
+
+    def generated(drafter):
+        engine = StaticShapeEngine(tiny_model("llama"), max_context_length=6000)
+        engine.prefill(prompt[:800])
+        assert engine.tile_widths == (2,)
+        decoder = SpeculativeDecoder(engine, drafter, SpeculativeDecodingOptions(4))
+        return [e.token for e in decoder.generate(prompt, max_tokens=60)]
+
+    plain = generated(None)
+    assert generated(Oracle(prompt + plain, lambda _, token: token)) == plain
 
 
 @pytest.mark.usefixtures("fresh_cache")

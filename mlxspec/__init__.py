@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from mlxspec._version import __version__
 
 if TYPE_CHECKING:
+    from mlxspec.assembly import make_decoder
     from mlxspec.constraints.grammar import Grammar, TokenGrammar
     from mlxspec.constraints.protocol import Constraint, TokenMatcher
     from mlxspec.conversation import Conversation, Turn
@@ -87,6 +88,7 @@ __all__ = [
     "generate_step",
     "load",
     "load_prompt_cache",
+    "make_decoder",
     "save_prompt_cache",
     "stream_generate",
 ]
@@ -102,6 +104,7 @@ _HOMES = (
     "constraints.protocol",
     "constraints.grammar",
     "generation",
+    "assembly",
     "conversation",
     "prompt_cache",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import secrets
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -293,7 +294,7 @@ def _sampling(options: Mapping[str, Any]) -> tuple[Sampling, list[str]]:
         if name in _REFUSED:
             neutral, reason = _REFUSED[name]
             if value is not neutral:
-                raise ValueError(f"{name}={value!r} cannot be honoured: {reason}")
+                raise ValueError(f"{name}={reprlib.repr(value)} cannot be honoured: {reason}")
         else:
             raise TypeError(f"unexpected keyword argument {name!r}")
     plain = {

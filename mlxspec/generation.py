@@ -35,9 +35,12 @@ class GenerationResponse(MlxLmResponse):
     """mlx-lm's response, field for field, and what speculation did.
 
     Attributes:
+        reused_tokens: How many of the prompt's tokens the engine held already: `prompt_tps` counts
+            the others.
         stats: The counters of the generation so far; one live object in all its responses.
     """
 
+    reused_tokens: int = 0
     stats: SpeculationStats | None = None
 
 
@@ -58,7 +61,8 @@ def generate_step(
         max_tokens: Most tokens to emit; -1 goes on until the context ends.
         stop_tokens: Ids that end the text; the one that does is the last yielded.
         prompt_progress_callback: Called with (prompt tokens processed, prompt tokens).
-        **options: See `make_decoder`.
+        **options: How to draft and to choose, such as `prompt_lookup=True`, `draft_model`, `temp`:
+            see `mlxspec.make_decoder`.
 
     Returns:
         A generator of (token id, log-probabilities [vocab] in the model's dtype, whether it was
@@ -110,7 +114,8 @@ def stream_generate(
         regex: A regular expression that the whole output matches; mlx-lm's detokenizers leave
             out a space before the first word.
         prompt_progress_callback: Called with (prompt tokens processed, prompt tokens).
-        **options: See `make_decoder`.
+        **options: How to draft and to choose, such as `prompt_lookup=True`, `draft_model`, `temp`:
+            see `mlxspec.make_decoder`.
 
     Returns:
         A generator of one response per token. The last one has a `finish_reason`; an end token
@@ -149,7 +154,8 @@ def generate(
         tokenizer: Its tokenizer.
         prompt: Text, or token ids [n].
         verbose: Print the text as it comes, then mlx-lm's figures and the speculation's.
-        **options: See `stream_generate`.
+        **options: The other arguments of `stream_generate`, and those of `mlxspec.make_decoder`:
+            `max_tokens`, `prompt_lookup=True`, `draft_model`, `temp`, `seed`, `engine`, ...
     """
     pieces = []
     response = None
@@ -179,8 +185,10 @@ def encode(tokenizer: TokenizerWrapper, text: str) -> list[int]:
 
 def report(response: GenerationResponse) -> str:
     """The lines that mlx-lm prints after a text, and what there is to say about speculation."""
+    processed = response.prompt_tokens - response.reused_tokens
+    beside = f" beside {response.reused_tokens} reused" if response.reused_tokens else ""
     lines = [
-        f"Prompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec",
+        f"Prompt: {processed} tokens{beside}, {response.prompt_tps:.3f} tokens-per-sec",
         f"Generation: {response.generation_tokens} tokens, "
         f"{response.generation_tps:.3f} tokens-per-sec",
         f"Peak memory: {response.peak_memory:.3f} GB",
@@ -251,15 +259,15 @@ def _responses(
 ) -> Generator[GenerationResponse, None, None]:
     detokenizer = tokenizer.detokenizer
     prompt_seconds = 0.0
-    count = 0
-    reused = stats.reused_tokens
+    count = reused = 0
+    reused_before = stats.reused_tokens
     begin = time.perf_counter()
     with wired_limit(model), closing(emissions):
         for emission in emissions:
             count += 1
             if count == 1:
                 prompt_seconds = time.perf_counter() - begin
-                processed = prompt_tokens - (stats.reused_tokens - reused)
+                reused = stats.reused_tokens - reused_before
                 begin = time.perf_counter()
             reason = emission.finish_reason
             if reason != "stop":
@@ -276,11 +284,12 @@ def _responses(
                 logprobs=emission.logprobs,
                 from_draft=emission.from_draft,
                 prompt_tokens=prompt_tokens,
-                prompt_tps=processed / prompt_seconds,
+                prompt_tps=(prompt_tokens - reused) / prompt_seconds,
                 generation_tokens=count,
                 generation_tps=count / (time.perf_counter() - begin),
                 peak_memory=mx.get_peak_memory() / 1e9,
                 finish_reason=reason,
+                reused_tokens=reused,
                 stats=stats,
             )
             if reason is not None:

@@ -6,6 +6,9 @@ import math
 import operator
 from typing import Any
 
+# Below it, logits that are divided by it overflow.
+LEAST_TEMPERATURE = 1e-5
+
 
 def whole_number(name: str, value: Any, least: int, most: int | None = None) -> int:
     """A whole number of Python, NumPy or MLX as an `int`.

@@ -48,7 +48,7 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
     """Write a result file and say so on stderr."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    print(f"written: {path.name}", file=sys.stderr)
+    print(f"written: {path}", file=sys.stderr)
 
 
 def _own_command() -> list[str]:

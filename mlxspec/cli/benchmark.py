@@ -162,7 +162,7 @@ def _run(argv: Sequence[str] | None) -> int:
         from mlxspec.benchmark.plot import plot
 
         plot(report, args.plot)
-        print(f"written: {args.plot.name}", file=sys.stderr)
+        print(f"written: {args.plot}", file=sys.stderr)
     return 0
 
 
@@ -190,10 +190,13 @@ def _measure(
     baseline: MlxLmPlain = MlxLmPlain(loaded.model, BASELINE)
     others = list(_others(loaded, engine, draft_name, args))
     runs = len(prompts) * args.repeats * (1 + len(others))
-    with tqdm(total=runs, unit="run", file=sys.stderr, disable=None) as bar:
+    with tqdm(total=runs, unit="run", file=sys.stderr, disable=None, desc="warming up") as bar:
 
         def report(workload: str, contender: str, run: Run) -> None:
-            bar.set_description(f"{workload}, {contender}: {len(run.tokens) / run.seconds:.1f}/s")
+            done = f"{workload}, {contender}: {len(run.tokens) / run.seconds:.1f}/s"
+            if bar.disable:
+                print(done, file=sys.stderr, flush=True)
+            bar.set_description(done)
             bar.update()
 
         found = compare(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import sys
 from collections.abc import Callable
 
 from mlxspec.errors import MlxspecError
 
+_LOGGER = logging.getLogger("mlxspec")
 EXIT_ERROR = 2
 # What a shell reports of a program that a signal ended: 128 + SIGINT, 128 + SIGPIPE.
 EXIT_INTERRUPTED = 130
@@ -22,15 +24,27 @@ class UsageError(MlxspecError, ValueError):
 def run_command(name: str, command: Callable[[], int], interrupted: str = "interrupted") -> int:
     """Run a command and turn its expected endings into exit codes.
 
+    What the library does once and what may take long is said on stderr.
+
     Args:
         name: How error messages call it, for example "mlxspec generate".
         command: Returns an exit code.
         interrupted: What to say of a Ctrl-C that the command did not take for its own.
     """
+    if sys.stderr is None:
+        # Else what is meant for it would go to stdout.
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stdout is None:
+        print(f"{name}: error: stdout is closed, where the output goes; open it", file=sys.stderr)
+        return EXIT_ERROR
+    said, level = logging.StreamHandler(sys.stderr), _LOGGER.level
+    # A terminal's line may show how far the command is.
+    over = "\r\x1b[K" if sys.stderr.isatty() else ""
+    said.setFormatter(logging.Formatter(f"{over}{name}: %(message)s"))
+    _LOGGER.addHandler(said)
+    _LOGGER.setLevel(logging.INFO)
     try:
-        code = command()
-        sys.stdout.flush()
-        return code
+        return _flushed(command)
     except MlxspecError as error:
         print(f"{name}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_ERROR
@@ -41,11 +55,27 @@ def run_command(name: str, command: Callable[[], int], interrupted: str = "inter
         _discard_stdout()
         return EXIT_BROKEN_PIPE
     except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        _discard_stdout()
-        print(f"{name}: error: {error.strerror}; free some room and try again", file=sys.stderr)
+        full = error.errno == errno.ENOSPC
+        if full:
+            _discard_stdout()
+        where = f" {error.filename}:" if error.filename else ""
+        advice = "; free some room and try again" if full else ""
+        print(f"{name}: error:{where} {error.strerror or error}{advice}", file=sys.stderr)
         return EXIT_ERROR
+    finally:
+        _LOGGER.removeHandler(said)
+        _LOGGER.setLevel(level)
+
+
+def _flushed(command: Callable[[], int]) -> int:
+    """Run a command and let all of its output leave, also that of --help, which ends it."""
+    try:
+        code = command()
+    except SystemExit:
+        sys.stdout.flush()
+        raise
+    sys.stdout.flush()
+    return code
 
 
 def warn(name: str, message: str) -> None:

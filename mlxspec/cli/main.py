@@ -51,17 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    name = words[0] if words else None
+    # mlx-lm writes its commands' names with underscores.
+    name = words[0].replace("_", "-") if words else None
     if name in COMMANDS:
         command_main = import_module(COMMANDS[name].module).main
         return command_main(words[1:])
-    if name in ("-h", "--help"):
-        print(_help())
-        return 0
-    if name == "--version":
-        print(__version__)
-        return 0
-    return run_command("mlxspec", lambda: _refuse(name))
+    return run_command("mlxspec", lambda: _answer(name))
 
 
 def _help() -> str:
@@ -76,7 +71,14 @@ def _help() -> str:
     )
 
 
-def _refuse(name: str | None) -> int:
+def _answer(name: str | None) -> int:
+    """What there is, which version it is, or why this is no command."""
+    if name in ("-h", "--help"):
+        print(_help())
+        return 0
+    if name == "--version":
+        print(__version__)
+        return 0
     if name is None:
         raise UsageError("expected a command; `mlxspec --help` lists them")
     close = difflib.get_close_matches(name, COMMANDS, n=1)

@@ -22,6 +22,7 @@ from mlxspec.cli.values import (
     real_number,
     schema,
     stop_text,
+    temperature,
     truth,
     whole_number,
     widths,
@@ -240,7 +241,7 @@ def add_sampling_options(parser: ArgumentParser, *, seed: int | None = None) -> 
     )
     group.add_argument(
         "--temp",
-        type=real_number(0),
+        type=temperature,
         default=0.0,
         help="temperature; 0 takes the likeliest token, and the other options of this group "
         "have no effect (default: %(default)s)",

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from mlxspec.numbers import LEAST_TEMPERATURE
+
 T = TypeVar("T")
 
 
@@ -54,6 +56,14 @@ def real_number(least: float | None = None, most: float | None = None) -> Callab
         return number
 
     return parse
+
+
+def temperature(text: str) -> float:
+    """A type for 0, or a temperature by which logits can be divided."""
+    number = real_number(0)(text)
+    if 0 < number < LEAST_TEMPERATURE:
+        raise _unexpected(f"0 (greedy) or at least {LEAST_TEMPERATURE:g}", text)
+    return number
 
 
 def one_of(*choices: T) -> Callable[[str], T]:

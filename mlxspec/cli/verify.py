@@ -152,8 +152,7 @@ def _probe(args: Namespace) -> int:
     from mlxspec.verification import probe_model
 
     loaded = load_for(args)
-    if (report := _progress()) is not None:
-        report("measuring what is not remembered, which may take minutes")
+    _progress()("measuring what is not remembered, which may take minutes")
     try:
         probe = probe_model(
             loaded.model, max_context_length=loaded.context_length, tile_widths=args.tile_widths
@@ -193,10 +192,10 @@ def table(model: str, verdict: Verdict) -> str:
     return "\n".join(lines)
 
 
-def _progress() -> Callable[[str], Any] | None:
-    if not sys.stderr.isatty():
-        return None
-    return lambda name: print(f"\r\x1b[K{name} ...", end="", file=sys.stderr, flush=True)
+def _progress() -> Callable[[str], Any]:
+    """Says on stderr what is looked at: in one line of a terminal, else line by line."""
+    begin, end = ("\r\x1b[K", "") if sys.stderr.isatty() else ("", "\n")
+    return lambda name: print(f"{begin}{name} ...", end=end, file=sys.stderr, flush=True)
 
 
 def _end_progress() -> None:

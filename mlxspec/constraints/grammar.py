@@ -88,6 +88,9 @@ class Grammar:
             raise GrammarError(
                 f"JSON schema: expected an object, true or false, got {_cut(json.dumps(value))}"
             )
+        if isinstance(value, dict) and not isinstance(value.get("x-guidance", {}), dict):
+            layout = _cut(json.dumps(value["x-guidance"]))
+            raise GrammarError(f"JSON schema: x-guidance: expected an object, got {layout}")
         if value is False:
             raise GrammarError("JSON schema: no text satisfies false")
         if value is True:

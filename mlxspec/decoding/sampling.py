@@ -15,10 +15,9 @@ from enum import IntEnum
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
-from mlxspec.numbers import real_number, whole_number
+from mlxspec.numbers import LEAST_TEMPERATURE, real_number, whole_number
 
 MAX_SEED = 2**64 - 1
-LEAST_TEMPERATURE = 1e-5
 # The largest value of every real option, and the least of every whole one.
 _REAL_OPTIONS = {
     "temp": math.inf,

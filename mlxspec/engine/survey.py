@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from mlxspec.engine.spans import TileLimits
 from mlxspec.engine.support import context_limit
 from mlxspec.errors import in_words
 
+_LOGGER = logging.getLogger(__name__)
 # A price of exactness from which on it is said.
 _NOTABLE_PRICE = 1.05
 
@@ -122,6 +124,7 @@ class WidthSurvey:
         costs = remembered_costs(circumstances)
         if costs is not None:
             return costs, True
+        _say("timing forwards of 1 to", widths, position)
         costs = measure_costs(self._stand_in(position, widths, quantized), widths)
         remember_costs(circumstances, costs)
         return costs, False
@@ -146,6 +149,7 @@ class WidthSurvey:
         classes = remembered_classes(circumstances)
         if classes is not None:
             return classes, True
+        _say("comparing forwards of 1 to", widths, position)
         classes = width_classes(engine or self._stand_in(position, widths, quantized), widths)
         remember_classes(circumstances, classes)
         return classes, False
@@ -197,6 +201,12 @@ class WidthSurvey:
         """The circumstances of a measurement."""
         options = {name: self.options[name] for name in ("placement", "span_step")}
         return measured_in(self.model, **options, **what)
+
+
+def _say(what: str, widths: tuple[int, ...], position: int) -> None:
+    """Tell whoever listens what is going to take time."""
+    where = f" after {position} tokens" if position else ""
+    _LOGGER.info("%s %d rows%s, once for this model and machine ...", what, widths[-1], where)
 
 
 def price_of_exactness(costs: TileCosts, ladder: tuple[int, ...]) -> str | None:

@@ -138,8 +138,9 @@ def gguf_path(model: DemoModel) -> Path:
 
 def size_on_disk(path: Path) -> int:
     """Bytes of a file, or of all files in a folder; links count as nothing."""
-    # A file may go while it is looked for: another process cleans up after itself.
-    with contextlib.suppress(FileNotFoundError):
+    # A file may go while it is looked for: another process cleans up after itself. Or no folder
+    # could stand there.
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         if path.is_dir() and not path.is_symlink():
             return sum(size_on_disk(child) for child in path.iterdir())
         return 0 if path.is_symlink() else path.stat().st_size

@@ -10,6 +10,7 @@ import pytest
 
 import mlxspec.generation
 from mlxspec.cli.main import main
+from mlxspec.engine import survey
 from mlxspec.engine.costs import CANDIDATE_WIDTHS, TileCosts
 from tests.cli.story_model import make_story_model
 
@@ -51,6 +52,23 @@ def bare_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NO_COLOR", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def _measurements(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """What says that something is measured: silent, or stderr would depend on the tests before."""
+    say = survey._say
+    monkeypatch.setattr(survey, "_say", lambda *about: None)
+    return say
+
+
+@pytest.fixture
+def measurements_are_said(
+    _measurements: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nothing has been measured yet, and what is measured is said."""
+    monkeypatch.setattr(survey, "_say", _measurements)
+    monkeypatch.setattr("mlxspec.engine.measurements.cache_dir", lambda: tmp_path)
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
-"""A command ends cleanly: after Ctrl-C, and when the reader of its output leaves."""
+"""A command ends cleanly: after Ctrl-C, when its reader leaves, and where it cannot write."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -11,10 +12,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import mlxspec.models
+from mlxspec.cli.exits import run_command
 from mlxspec.cli.main import main
 from tests.cli.story_model import STORY, told
 
@@ -121,3 +124,52 @@ def test_a_config_that_lies_is_one_line(tmp_path, story_model, capsys):
         assert err.startswith("mlxspec generate: error:")
         assert "config.json" in err
         assert err.count("\n") == 1
+
+
+def _mlxspec(*words: str, **settings: Any) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "mlxspec", *words]
+    return subprocess.run(command, text=True, stderr=subprocess.PIPE, check=False, **settings)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["models", "list"], ["generate", "--help"]])
+def test_a_closed_stdout_is_a_sentence(words: list[str]) -> None:
+    ended = _mlxspec(*words, preexec_fn=lambda: os.close(1))
+    assert ended.returncode == 2
+    assert "error: stdout is closed, where the output goes" in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
+def test_what_is_meant_for_a_closed_stderr_is_not_in_the_output() -> None:
+    command = [sys.executable, "-m", "mlxspec", "nothing"]
+    ended = subprocess.run(
+        command, stdout=subprocess.PIPE, preexec_fn=lambda: os.close(2), check=False
+    )
+    assert (ended.returncode, ended.stdout) == (2, b"")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["models", "list"]])
+def test_a_full_disk_is_a_sentence(words: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        ended = _mlxspec(*words, stdout=full)
+    assert ended.returncode == 2
+    assert "No space left on device; free some room and try again" in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
+def test_what_the_system_refuses_is_a_sentence_that_names_the_file(capsys) -> None:
+    def refused() -> int:
+        raise OSError(errno.EFBIG, "File too large", "cached.safetensors")
+
+    assert run_command("mlxspec cache-prompt", refused) == 2
+    assert capsys.readouterr().err == (
+        "mlxspec cache-prompt: error: cached.safetensors: File too large\n"
+    )
+
+
+def test_a_cache_that_cannot_be_a_folder_holds_no_models(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    environment = os.environ | {"MLXSPEC_CACHE_DIR": str(tmp_path / "file" / "cache")}
+    ended = _mlxspec("models", "list", stdout=subprocess.PIPE, env=environment)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "smollm2" in ended.stdout

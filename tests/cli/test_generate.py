@@ -284,3 +284,14 @@ def test_help_tells_the_defaults_that_hold(capsys: pytest.CaptureFixture) -> Non
         ("--model MODEL", "smollm2"),
     ):
         assert re.search(rf"{re.escape(option)} [^()]*\(default: {default}[,)]", text), option
+
+
+@pytest.mark.usefixtures("adaptive_by_default", "measurements_are_said")
+def test_what_is_measured_once_is_said_before_it_takes_time(generate: Run) -> None:
+    first, again = (generate("-m", 3, "--prompt-lookup") for _ in range(2))
+    # Then the widths are compared that pay, if others than those before do.
+    assert first.err.splitlines()[:2] == [
+        "mlxspec generate: comparing forwards of 1 to 16 rows, once for this model and machine ...",
+        "mlxspec generate: timing forwards of 1 to 64 rows, once for this model and machine ...",
+    ]
+    assert (first.text, again.err) == (again.text, "")

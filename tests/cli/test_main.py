@@ -25,6 +25,14 @@ def test_every_command_has_a_main(name: str) -> None:
     assert callable(import_module(COMMANDS[name].module).main)
 
 
+def test_a_command_is_found_as_mlx_lm_writes_it(capsys: pytest.CaptureFixture) -> None:
+    for name in ("cache_prompt", "cache-prompt"):
+        with pytest.raises(SystemExit) as ended:
+            main([name, "--help"])
+        assert ended.value.code == 0
+        assert capsys.readouterr().out.startswith("usage: mlxspec cache-prompt")
+
+
 def test_version_is_the_package_s(capsys: pytest.CaptureFixture) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"{mlxspec.__version__}\n"

@@ -42,6 +42,7 @@ def test_an_answer_from_a_file_is_that_to_the_whole_prompt(cache_prompt, generat
     cached = int(outcome.out.split()[1])
     asked = int(whole.figures[0].split()[1])
     assert f"Turns: {cached} of {asked} prompt tokens reused" in rest.figures
+    assert rest.figures[0].startswith(f"Prompt: {asked - cached} tokens beside {cached} reused, ")
     assert cached > 4
 
 

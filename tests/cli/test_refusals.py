@@ -52,6 +52,7 @@ OUT_OF_RANGE = [
         for value in ("0", "-2", "many", "1.5")
     ],
     _number("--temp", "a number from 0 on", "-0.1"),
+    _number("--temp", "0 (greedy) or at least 1e-05", "1e-300"),
     _number("--temp", "a number from 0 on", "nan"),
     _number("--temp", "a number from 0 on", "warm"),
     _number("--top-p", "a number from 0 to 1", "1.1"),

@@ -85,6 +85,7 @@ def test_options_that_a_look_does_not_use_are_named(small, capsys):
     assert capsys.readouterr().err == (
         "mlxspec verify: warning: without effect: --max-tokens, --up-to "
         "(--probe generates nothing)\n"
+        "measuring what is not remembered, which may take minutes ...\n"
     )
     assert main(["verify", "--probe", "--kernels"]) == 2
     assert "give one of them" in capsys.readouterr().err

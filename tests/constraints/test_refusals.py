@@ -45,6 +45,7 @@ SCHEMAS = [
         "Too many items",
     ),
     ({"x-guidance": {"nosuch": True}}, "unknown field `nosuch`"),
+    ({"x-guidance": 7}, "x-guidance: expected an object, got 7"),
     ({"items": [{"pattern": "a\\"}]}, "pattern 'a\\\\': it ends in a backslash"),
     ({"patternProperties": {"(?x) a": {}}}, "pattern '(?x) a': verbose mode"),
     ({"properties": {"default": {"pattern": "(?x)"}}}, "pattern '(?x)': verbose mode"),

@@ -453,6 +453,14 @@ def test_what_cannot_be_honoured_is_refused_by_name(model, options, message):
         mlxspec.generate_step([1, 2, 3], model, **options)
 
 
+def test_a_refused_value_is_shown_in_short(model):
+    with pytest.raises(ValueError, match="prompt_cache") as refusal:
+        mlxspec.generate_step(
+            [1, 2, 3], model, prompt_cache=[f"a long cache {n}" for n in range(99)]
+        )
+    assert len(str(refusal.value)) < 500
+
+
 def test_an_unknown_keyword_is_a_type_error(model):
     with pytest.raises(TypeError, match="promt_lookup"):
         mlxspec.generate_step([1, 2, 3], model, promt_lookup=True)

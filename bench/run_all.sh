@@ -12,15 +12,15 @@ python=${PYTHON:-python3}
 case ${1:-} in
 openblas)
     "$python" -m bench.trace_cost --openblas
-    "$python" -m bench.compare_mlx_lm --setting f32-openblas --repeats 2 --plot \
-        --contenders "mlxspec plain" "mlxspec lookup" "mlxspec draft model"
+    "$python" -m bench.compare_mlx_lm --setting f32-openblas --repeats 2 --plot
     "$python" -m bench.compare_mlx_lm --setting gemma3-layers --repeats 3 --max-tokens 64 \
         --contenders "mlxspec plain" "mlxspec draft model"
     ;;
 stock)
     "$python" -m bench.cache_cost
     "$python" -m bench.plain_steps
-    "$python" -m bench.compare_mlx_lm --setting bf16 --workloads copy prose --repeats 2 --plot
+    "$python" -m bench.compare_mlx_lm --setting bf16 --workloads copy prose --repeats 2 --plot \
+        --contenders "mlxspec plain" "mlxspec lookup"
     for setting in f32 4bit; do
         "$python" -m bench.compare_mlx_lm --setting $setting --workloads copy prose --repeats 2 \
             --max-tokens 60 --contenders "mlxspec plain" "mlxspec lookup"

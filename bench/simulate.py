@@ -226,7 +226,13 @@ class Run:
     widths: dict[int, int]
 
 
-def decode(text: Text, curve: Curve, fixed: int | None = None, believed: TileCosts | None = None):
+def decode(
+    text: Text,
+    curve: Curve,
+    fixed: int | None = None,
+    believed: TileCosts | None = None,
+    catch_up: float = 0.0,
+) -> Run:
     """Decode a text on the virtual clock.
 
     Args:
@@ -234,13 +240,15 @@ def decode(text: Text, curve: Curve, fixed: int | None = None, believed: TileCos
         curve: What tiles cost.
         fixed: Drafts per round; None leaves it to the adaptive count.
         believed: What the adaptive count is told that tiles cost; by default the truth.
+        catch_up: What a draft model takes for a token that it has yet to take in, in plain steps,
+            where those are more than a tile holds.
     """
     adaptive = None
     if fixed is None:
         adaptive = AdaptiveDraftCount(believed or curve.costs, curve.ladder[0])
     plain = curve.costs.of(curve.ladder[0])
     text.begin()
-    position = rounds = 0
+    position = rounds = seen = 0
     seconds = 0.0
     widths: dict[int, int] = {}
     source = ("lookup", 0) if text.drafts_cost == 0.0 else ("model", 0)
@@ -251,9 +259,14 @@ def decode(text: Text, curve: Curve, fixed: int | None = None, believed: TileCos
             adaptive.begin(text.history(position), limit, curve.width_of)
             # A draft model knows what its own tokens take.
             known_cost = text.drafts_cost * plain or None
-            budget = adaptive.budget(source[0], known_cost)
+            behind = position - seen if position - seen > curve.ladder[-1] else 0
+            behind_seconds = behind * catch_up * plain
+            budget = adaptive.budget(source[0], known_cost, behind_seconds)
         source, tokens, known = text.propose(position, budget)
         draft_seconds = len(tokens) * text.drafts_cost * plain
+        if adaptive is not None and tokens:
+            draft_seconds += behind_seconds
+            seen = position
         if adaptive is not None:
             tokens = tokens[
                 : adaptive.keep(source, len(tokens), draft_seconds, tokens if known else None)

@@ -7,10 +7,12 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from typing import TextIO
 
-from mlxspec.errors import MlxspecError
+from mlxspec.errors import MlxspecError, in_words
 
 _LOGGER = logging.getLogger("mlxspec")
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 EXIT_ERROR = 2
 # What a shell reports of a program that a signal ended: 128 + SIGINT, 128 + SIGPIPE.
 EXIT_INTERRUPTED = 130
@@ -31,12 +33,8 @@ def run_command(name: str, command: Callable[[], int], interrupted: str = "inter
         command: Returns an exit code.
         interrupted: What to say of a Ctrl-C that the command did not take for its own.
     """
-    if sys.stderr is None:
-        # Else what is meant for it would go to stdout.
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    if sys.stdout is None:
-        print(f"{name}: error: stdout is closed, where the output goes; open it", file=sys.stderr)
-        return EXIT_ERROR
+    # Who closed them wants nothing written there; what is meant for stderr would go to stdout.
+    sys.stdout, sys.stderr = (stream or _nowhere() for stream in (sys.stdout, sys.stderr))
     said, level = logging.StreamHandler(sys.stderr), _LOGGER.level
     # A terminal's line may show how far the command is.
     over = "\r\x1b[K" if sys.stderr.isatty() else ""
@@ -55,12 +53,14 @@ def run_command(name: str, command: Callable[[], int], interrupted: str = "inter
         _discard_stdout()
         return EXIT_BROKEN_PIPE
     except OSError as error:
-        full = error.errno == errno.ENOSPC
-        if full:
+        try:
+            sys.stdout.flush()
+        except OSError:
             _discard_stdout()
         where = f" {error.filename}:" if error.filename else ""
-        advice = "; free some room and try again" if full else ""
-        print(f"{name}: error:{where} {error.strerror or error}{advice}", file=sys.stderr)
+        reason = " ".join((error.strerror or in_words(error)).split())
+        advice = "; free some room and try again" if error.errno in _FULL else ""
+        print(f"{name}: error:{where} {reason}{advice}", file=sys.stderr)
         return EXIT_ERROR
     finally:
         _LOGGER.removeHandler(said)
@@ -82,6 +82,10 @@ def warn(name: str, message: str) -> None:
     """Print one warning of a command, if there is anything to say."""
     if message:
         print(f"{name}: warning: {message}", file=sys.stderr)
+
+
+def _nowhere() -> TextIO:
+    return open(os.devnull, "w", errors="backslashreplace")
 
 
 def _discard_stdout() -> None:

@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name in COMMANDS:
         command_main = import_module(COMMANDS[name].module).main
         return command_main(words[1:])
-    return run_command("mlxspec", lambda: _answer(name))
+    return run_command("mlxspec", lambda: _answer(words[0] if words else None))
 
 
 def _help() -> str:

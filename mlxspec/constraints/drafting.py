@@ -70,7 +70,7 @@ class ConstrainedDrafter:
                 # The text was left before these tokens came.
                 self._drafter.reset()
             self._shown = (len(history) - len(certain), certain)
-            asked = budget_for(self._drafter, budget, self.budget_of)
+            asked = budget_for(self._drafter, history, budget, self.budget_of)
             guess = checked_proposal(
                 self._drafter, TokenView(history), asked, self._lookahead.vocab_size
             )

@@ -142,8 +142,10 @@ class SpeculativeDecoder:
             # The first `next`, inside `generate`: the engine is held from the call on, and an
             # emission generator that is closed or forgotten before its first token frees it.
             yield _HELD
-            self._drafts.begin()
             self._prefill(prompt, progress)
+            # Where the engine stands now decides in which tiles.
+            self.stats.note = self.engine.note
+            self._drafts.begin()
             anchor = prompt[-1]
             room = self.engine.max_context_length - len(prompt)
             wanted = most = room if max_tokens < 0 else min(max_tokens, room)
@@ -233,7 +235,8 @@ class SpeculativeDecoder:
             return "no drafter was given"
         if self.options.most_draft_tokens == 0:
             return "num_draft_tokens is 0"
-        if self.options.align_proposals and self.engine.verify_tile_width == 1:
+        first = getattr(self.engine, "first_tile_widths", (self.engine.verify_tile_width,))
+        if self.options.align_proposals and first[-1] == 1:
             return "the widest tile has one row, which leaves no room for a draft"
         return None
 

@@ -241,12 +241,12 @@ class Drafts:
         """At most so many tokens, and of them no more than pay."""
         vocab_size, count, certain = self._engine.vocab_size, self._adaptive, self._certain
         if count is None:
-            budget = budget_for(drafter, limit, None)
+            budget = budget_for(drafter, history, limit, None)
             return checked_proposal(drafter, history, budget, vocab_size)
         count.begin(
             history, limit, lambda k: self._tile_width_for(certain + k), certain, begun=begun
         )
-        budget = budget_for(drafter, limit, count.budget)
+        budget = budget_for(drafter, history, limit, count.budget)
         begin = self._clock()
         guess = checked_proposal(drafter, history, budget, vocab_size)
         took = self._clock() - begin

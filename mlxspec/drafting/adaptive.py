@@ -66,6 +66,7 @@ class _Drafting:
         runs: The latest outcome, and how probable its repetition was until now.
         costs: Seconds per drafted token in the latest rounds.
         foretold: What the drafter itself says they take, or None.
+        behind: Seconds that it needs before the first one, to take in what it has not seen.
         choice: Evidence and length of the last draft chosen.
         parked_for: Parked rounds since the last trial.
         interval: How many of them there are from one trial to the next.
@@ -77,6 +78,7 @@ class _Drafting:
     runs: dict[int, tuple[bool, float]] = field(default_factory=dict)
     costs: deque[float] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
     foretold: float | None = None
+    behind: float = 0.0
     choice: tuple[int, int] = (0, 0)
     parked_for: int = 0
     interval: int = _TRIAL_INTERVAL
@@ -170,6 +172,8 @@ class AdaptiveDraftCount:
         self._untold = 0
         self.parked = False
         self._draft_seconds = 0.0
+        # What the source that is asked in this round needs before its first token.
+        self._behind = 0.0
         self._drafted: tuple[_Drafting, int, bool] | None = None
         self._on_trial: str | None = None
 
@@ -199,19 +203,23 @@ class AdaptiveDraftCount:
         self._certain = certain
         self._begun, self._wanted = begun, False
         self.parked = False
-        self._draft_seconds = 0.0
+        self._draft_seconds = self._behind = 0.0
         self._drafted = None
         self._on_trial = None
 
-    def budget(self, name: str, seconds_per_token: float | None = None) -> int:
+    def budget(
+        self, name: str, seconds_per_token: float | None = None, seconds_behind: float = 0.0
+    ) -> int:
         """How many tokens to ask a source for: all that can be used where they cost nothing.
 
         Args:
             name: The source.
             seconds_per_token: What a token of it takes, where that is known beforehand.
+            seconds_behind: What it takes before the first one, to take in what it has not seen.
         """
         drafting = self._drafting(name)
         drafting.foretold = seconds_per_token
+        self._behind = drafting.behind = seconds_behind
         cost = drafting.cost(self._plain_cost)
         if cost == 0.0 or self._limit == 0 or name == _CERTAIN:
             return self._limit
@@ -224,7 +232,7 @@ class AdaptiveDraftCount:
             self.parked = True
             drafting.parked_for += 1
             if drafting.parked_for >= drafting.interval and not self._begun:
-                count = self._trial(cost)
+                count = self._trial(cost, seconds_behind)
                 self._on_trial = name if count else None
         return count
 
@@ -241,9 +249,11 @@ class AdaptiveDraftCount:
         """
         name, evidence = source
         drafting = self._drafting(name)
+        behind, self._behind = self._behind, 0.0
         if count:
-            drafting.costs.append(seconds / count)
-            if drafting.cost(self._plain_cost):
+            if not behind:
+                drafting.costs.append(seconds / count)
+            if behind or drafting.cost(self._plain_cost):
                 self._draft_seconds = seconds
         count = min(count, self._limit)
         if count == 0:
@@ -318,7 +328,7 @@ class AdaptiveDraftCount:
         """
         due = any(
             drafting.parked_for + 1 >= drafting.interval
-            and self._trial(drafting.cost(self._plain_cost)) > 0
+            and self._trial(drafting.cost(self._plain_cost), drafting.behind) > 0
             for drafting in self._sources.values()
         )
         unknown = self._untold >= _TOLD_EVERY or self._costs.outdated(self._plain_width)
@@ -386,7 +396,7 @@ class AdaptiveDraftCount:
             seconds: Of the whole round.
             reached: Probabilities that at least 0, 1, 2 ... drafts are accepted.
         """
-        worst = seconds / self._plain_cost - 1.0 - self._certain
+        worst = (seconds + self._behind) / self._plain_cost - 1.0 - self._certain
         if worst > self._capital:
             return False
         # With a accepted the loss is worst - a; its expectation is the sum over a of the
@@ -398,7 +408,7 @@ class AdaptiveDraftCount:
         )
         return expected <= _STAKE * self._capital
 
-    def _trial(self, per_token: float) -> int:
+    def _trial(self, per_token: float, behind: float) -> int:
         """A short draft in the narrowest tile that has room for one, if it can be afforded.
 
         And if it could pay: of drafts that cost more than plain steps there is nothing to learn.
@@ -415,7 +425,7 @@ class AdaptiveDraftCount:
         count = 1
         while count < min(self._limit, _LONGEST_TRIAL) and self._width_of(count + 1) == width:
             count += 1
-        seconds = self._costs.of(width) + per_token * count
+        seconds = self._costs.of(width) + per_token * count + behind
         worst = seconds / self._plain_cost - 1.0 - self._certain
         return count if worst <= self._capital else 0
 

@@ -59,7 +59,8 @@ class Chain:
         """The first proposal that is not empty."""
         proposal: Sequence[int] | DeviceDraft = []
         for drafter in self.drafters:
-            proposal = drafter.propose(history, budget_for(drafter, budget, self.budget_of))
+            asked = budget_for(drafter, history, budget, self.budget_of)
+            proposal = drafter.propose(history, asked)
             self._answered = drafter
             if not hasattr(proposal, "__len__") or len(proposal):
                 break

@@ -116,6 +116,17 @@ class DraftModel:
         """What a drafted token takes: measured once per model and device, see `tile_costs`."""
         return self.engine.tile_costs.of(self.engine.tile_widths[0])
 
+    def seconds_behind(self, length: int) -> float:
+        """What it takes to take in a history so long, beyond what a draft's first tile holds.
+
+        While it is asked for nothing, the history goes on without it.
+        """
+        engine = self.engine
+        pending = length - engine.processed_token_count
+        if pending <= min(engine.verify_tile_width, engine.max_verify_block_length):
+            return 0.0
+        return engine.tile_costs.of(pending)
+
     def require_vocabulary(self, vocab_size: int, tokenizer: Any) -> None:
         """See `TargetedDrafter`. Without both tokenizers the sizes alone are compared."""
         require_same_vocabulary(vocab_size, tokenizer, self.engine.vocab_size, self.tokenizer)

@@ -100,20 +100,24 @@ def source_of(drafter: Drafter) -> tuple[str, int]:
     )
 
 
-# Most tokens that a source should draft, by its name and by what a token of it takes in seconds,
-# where that is known beforehand.
-BudgetOf = Callable[[str, float | None], int]
+# Most tokens that a source should draft: by its name, by what a token of it takes in seconds where
+# that is known beforehand, and by what it takes before the first one.
+BudgetOf = Callable[[str, float | None, float], int]
 
 
-def budget_for(drafter: Drafter, budget: int, budget_of: BudgetOf | None) -> int:
+def budget_for(
+    drafter: Drafter, history: Sequence[int], budget: int, budget_of: BudgetOf | None
+) -> int:
     """How many tokens to ask a drafter for, where its source may have a budget of its own.
 
     A drafter that asks others is handed `budget_of`, and asks each of them for no more than that
     allows: what one source should draft says nothing of another that costs more. A drafter that
-    knows what its tokens take says so as `seconds_per_token`.
+    knows what its tokens take says so as `seconds_per_token`, and by `seconds_behind(length)` what
+    it has to take in before, of a history so long.
 
     Args:
         drafter: The one to be asked.
+        history: What it will be asked to go on from.
         budget: Most tokens that can be used.
         budget_of: Most tokens that a source should draft; None: `budget`.
     """
@@ -123,4 +127,6 @@ def budget_for(drafter: Drafter, budget: int, budget_of: BudgetOf | None) -> int
     if budget_of is None:
         return budget
     seconds = getattr(drafter, "seconds_per_token", None)
-    return min(budget, budget_of(source_of(drafter)[0], seconds))
+    behind = getattr(drafter, "seconds_behind", None)
+    before = 0.0 if behind is None else behind(len(history))
+    return min(budget, budget_of(source_of(drafter)[0], seconds, before))

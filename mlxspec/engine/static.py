@@ -185,6 +185,11 @@ class StaticShapeEngine(OneSequence):
         return self._widths
 
     @property
+    def first_tile_widths(self) -> tuple[int, ...]:
+        """The ladder that a sequence begins in, ascending: of it some may be given up far out."""
+        return self._ladder
+
+    @property
     def is_recurrent(self) -> bool:
         """Whether a layer has a state that only full tiles move on."""
         return self._recurrent
@@ -308,13 +313,25 @@ class StaticShapeEngine(OneSequence):
         quantized = self._limits.quantized_at(begin)
         kept, reason = self._survey.equal_at(begin, self._widths, quantized)
         if kept != self._widths:
-            widths = kept or self._widths[:1]
-            self._notes |= _given_up(widths, self._widths, f" from {begin} tokens on", reason)
+            where, widths = f" from {begin} tokens on", kept or self._widths[:1]
+            if kept or (self._recurrent and widths != (1,)):
+                self._notes |= _given_up(widths, self._widths, where, reason)
+            else:
+                ladder = ", ".join(map(str, self._widths))
+                self._notes[f"widths{where}"] = (
+                    f"no drafts{where}: the rows of tile widths {ladder} {reason}"
+                )
             self._decode_in(widths, rows_agree=bool(kept))
         self._compared.add(regime)
 
-    def _forget_places(self) -> None:
-        """Begin a sequence in the whole ladder again, whatever was given up far out in another."""
+    def _forget_places_after(self, cursor: int) -> None:
+        """Take back what was given up farther out than where the engine stands now.
+
+        The whole ladder is used again, and what is given up here is at the next call: which
+        widths a text is decoded in must not depend on one before it that came farther.
+        """
+        if self._compared <= {Regime(), self._regimes.at(cursor)}:
+            return
         # First, should Ctrl-C arrive here: what is not known to be compared is compared again.
         self._compared.intersection_update({Regime()})
         self._decode_in(self._ladder)
@@ -584,9 +601,9 @@ class StaticShapeEngine(OneSequence):
         if to == 0:
             self._history.clear()
             self._state.empty()
-            self._forget_places()
         else:
             self._mend()
+        self._forget_places_after(to)
 
     @one_call
     def image(self) -> StateImage:
@@ -629,6 +646,7 @@ class StaticShapeEngine(OneSequence):
         self._forget_unread()
         # As one, should Ctrl-C arrive here.
         self._state, self._history, self._cursor = state, tokens, count
+        self._forget_places_after(count)
 
     def _mend(self) -> None:
         """Take back what a call left half done that failed, or because Ctrl-C came inside.
@@ -643,6 +661,7 @@ class StaticShapeEngine(OneSequence):
                 self._rollout = self._ahead = None
                 state.empty()
             state.journal = None
+            self._forget_places_after(0)
         elif state.journal is not None:
             # All that was written is doubted anyhow, whatever they would say of it.
             self._rollout = self._ahead = None
@@ -683,7 +702,7 @@ class StaticShapeEngine(OneSequence):
         """The part of the ladder that is one class, so that no draft length changes a bit."""
         self.width_classes, known = self._survey.classes_at(0, self._usable, engine=self)
         self.remembered["width classes"] = known
-        kept = best_class(self.width_classes)
+        kept = best_class(self.width_classes) if self.width_classes else self._usable[:1]
         self._notes |= _given_up(kept, self._usable)
         return kept
 

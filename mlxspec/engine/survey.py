@@ -64,7 +64,9 @@ class WidthSurvey:
     may_widen: bool
     make: Callable[..., StandIn]
     # What `equal_at` has answered before: a sequence may come to the same place again and again.
-    _answers: dict[Any, tuple[tuple[int, ...], str]] = field(default_factory=dict)
+    _answers: dict[Any, tuple[tuple[int, ...], str]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def widths(self, ladder: tuple[int, ...]) -> tuple[int, ...]:
         """The ladder, and the widths that it may be widened by, ascending."""
@@ -124,7 +126,8 @@ class WidthSurvey:
         costs = remembered_costs(circumstances)
         if costs is not None:
             return costs, True
-        _say("timing forwards of 1 to", widths, position)
+        if not position:
+            _say("timing forwards of up to", widths)
         costs = measure_costs(self._stand_in(position, widths, quantized), widths)
         remember_costs(circumstances, costs)
         return costs, False
@@ -149,7 +152,8 @@ class WidthSurvey:
         classes = remembered_classes(circumstances)
         if classes is not None:
             return classes, True
-        _say("comparing forwards of 1 to", widths, position)
+        if not position:
+            _say("comparing forwards of up to", widths)
         classes = width_classes(engine or self._stand_in(position, widths, quantized), widths)
         remember_classes(circumstances, classes)
         return classes, False
@@ -168,13 +172,13 @@ class WidthSurvey:
             return self._answers[question]
         classes: list[tuple[int, ...]] = []
         if position + 1 + ladder[-1] < self.context_length:
-            reason = "round differently there"
+            reason = "round differently"
             try:
                 classes, _ = self.classes_at(position, ladder, quantized)
             except Exception as failure:  # whatever a device meets: a text is not ended by this
-                return (), f"could not be compared there ({in_words(failure)})"
+                return (), f"could not be compared ({in_words(failure)})"
         else:
-            reason = "have no room to be compared there"
+            reason = "have no room to be compared"
         if self.is_recurrent:
             classes = [group for group in classes if ladder[0] in group]
         answer = best_class(classes) if classes else (), reason
@@ -203,10 +207,9 @@ class WidthSurvey:
         return measured_in(self.model, **options, **what)
 
 
-def _say(what: str, widths: tuple[int, ...], position: int) -> None:
-    """Tell whoever listens what is going to take time."""
-    where = f" after {position} tokens" if position else ""
-    _LOGGER.info("%s %d rows%s, once for this model and machine ...", what, widths[-1], where)
+def _say(what: str, widths: tuple[int, ...]) -> None:
+    """Tell whoever listens what is going to take time, before a text begins."""
+    _LOGGER.info("%s %d rows, once for this model and machine ...", what, widths[-1])
 
 
 def price_of_exactness(costs: TileCosts, ladder: tuple[int, ...]) -> str | None:

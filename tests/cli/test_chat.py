@@ -253,7 +253,10 @@ _ENDLESS = ["--max-tokens=-1", "--max-context-length=1000000"]
 
 @contextmanager
 def _terminal(model: Path, *options: str) -> Iterator[pexpect.spawn]:
-    words = ["-m", "mlxspec", "chat", "--model", str(model), *options]
+    # What is measured would be said in the midst of the screen, or not, by the tests before.
+    quiet = "from mlxspec.engine import survey; survey._say = lambda *about: None"
+    script = f"import sys; from mlxspec.cli.main import main; {quiet}; sys.exit(main())"
+    words = ["-c", script, "chat", "--model", str(model), *options]
     environment = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
     child = pexpect.spawn(
         sys.executable,

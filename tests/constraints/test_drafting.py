@@ -67,7 +67,7 @@ def test_what_is_forced_is_drafted_though_the_other_drafter_is_worth_nothing():
     drafter, inner, _ = made("xy[ab]{3}zz[0-9]", ids("aba"))
     for worth in (0, 2):
         budgets = {"grammar": 9, "recorder": worth}
-        drafter.budget_of = lambda name, seconds, budgets=budgets: budgets[name]
+        drafter.budget_of = lambda name, seconds, behind, budgets=budgets: budgets[name]
         assert proposal(drafter, [1, 2], 9) == ids("xy") + ids("aba")[:worth]
         assert inner.asked[-1] == ([1, 2, *ids("xy")], worth)
 

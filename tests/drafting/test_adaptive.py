@@ -48,12 +48,41 @@ def curve_of(steps):
     steps=st.lists(st.floats(0.0, 8.0), min_size=5, max_size=5),
     price=st.sampled_from([0.0, 0.05, 0.3]),
     evidence=st.lists(st.integers(1, 40), min_size=1, max_size=20),
+    catch_up=st.sampled_from([0.0, 0.01, 0.05, 0.3]),
 )
-def test_no_luck_on_no_curve_costs_more_than_two_percent_of_plain(runs, steps, price, evidence):
+def test_no_luck_on_no_curve_costs_more_than_two_percent_of_plain(
+    runs, steps, price, evidence, catch_up
+):
     by_position = (evidence * LENGTH)[:LENGTH]
     text = AgreementText("drawn", luck_of(runs), price, None if price else by_position)
     curve = curve_of(steps)
-    assert LENGTH / decode(text, curve).seconds >= FLOOR
+    assert LENGTH / decode(text, curve, catch_up=catch_up).seconds >= FLOOR
+
+
+@pytest.mark.parametrize(("behind", "asked"), [(0.0, True), (2.0, True), (5.0, False)])
+def test_a_parked_model_is_asked_only_where_the_text_can_bear_what_it_has_to_take_in(behind, asked):
+    """Four plain steps, before any is earned."""
+    adaptive = AdaptiveDraftCount(FLAT)
+    history, wanted = [1], []
+    for _ in range(40):
+        adaptive.begin(history, 31, width_of)
+        budget = adaptive.budget("model", 0.3, behind * FLAT.of(1))
+        wanted.append(budget > 0)
+        adaptive.keep(("model", 0), 0, 0.0)
+        adaptive.record(drafted=0, accepted=0, emitted=1, width=1, seconds=FLAT.of(1))
+        history.append(1)
+    assert any(wanted) is asked
+    assert asked or not adaptive.awaits
+
+
+def test_what_a_model_took_in_is_no_part_of_what_its_tokens_cost():
+    adaptive = AdaptiveDraftCount(FLAT)
+    adaptive.begin([1], 31, width_of)
+    assert adaptive.budget("model", 0.05, 2.0) > 0
+    assert adaptive.keep(("model", 0), 3, 2.15) == 3
+    adaptive.record(drafted=3, accepted=3, emitted=4, width=4, seconds=FLAT.of(4))
+    adaptive.begin([1] * 5, 31, width_of)
+    assert adaptive.budget("model", 0.05, 0.0) > 3
 
 
 @pytest.mark.parametrize("curve", CURVES, ids=lambda curve: curve.name)

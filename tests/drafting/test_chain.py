@@ -79,11 +79,11 @@ def test_every_part_is_given_the_budget_of_its_own_source():
     lookup, dear = PromptLookup(2), Says(9, 9, 9)
     for chain in (Chain(lookup, dear), Chain(Chain(lookup), Chain(dear))):
         chain.reset()
-        chain.budget_of = lambda name, seconds: {"lookup": 4, "Says": 0}[name]
+        chain.budget_of = lambda name, seconds, behind: {"lookup": 4, "Says": 0}[name]
         assert chain.propose([1, 2, 3], 8) == []
         assert dear.told[-1] == ("propose", 3, 0)
         assert chain.propose([1, 2, 3, 4, 1, 2], 8) == [3, 4, 1, 2]
-        chain.budget_of = lambda name, seconds: {"lookup": 4, "Says": 2}[name]
+        chain.budget_of = lambda name, seconds, behind: {"lookup": 4, "Says": 2}[name]
         chain.reset()
         assert chain.propose([7], 8) == [9, 9]
 

@@ -325,6 +325,18 @@ def test_one_wait_a_round_serves_drafts_and_rows(monkeypatch):
     assert len(waits) == decoder.stats.rounds - rounds
 
 
+def test_a_draft_model_says_what_it_has_yet_to_take_in():
+    drafter = draft_of("llama", "itself")
+    drafter.reset()
+    drafter.propose(PROMPT, 3)
+    drafter.commit(len(PROMPT))
+    held, costs = drafter.engine.processed_token_count, drafter.engine.tile_costs
+    tile = drafter.engine.verify_tile_width
+    assert 0 < held <= len(PROMPT)
+    assert drafter.seconds_behind(held) == drafter.seconds_behind(held + tile) == 0.0
+    assert drafter.seconds_behind(held + tile + 1) == costs.of(tile + 1) > 0.0
+
+
 def test_seconds_are_counted_as_the_drafts_and_the_tiles():
     stats = SpeculationStats()
     steps("llama", drafter=draft_of("llama", "llama"), stats=stats, max_tokens=50)

@@ -135,13 +135,14 @@ def test_where_widths_cannot_be_compared_the_text_goes_on_in_the_narrowest(famil
     def no_room(state, position):
         raise RuntimeError("no room")
 
-    monkeypatch.setattr(ModelState, "pretend", no_room)
-    engine.prefill(PROMPT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelState, "pretend", no_room)
+        engine.prefill(PROMPT)
     assert list(engine.tokens) == PROMPT
     assert engine.tile_widths == (1,)
     assert engine.note == (
-        "said before; tile widths 1 of 1, 2, 4, 8, 16 from 768 tokens on: the others could not "
-        "be compared there (no room)"
+        "said before; no drafts from 768 tokens on: the rows of tile widths 1, 2, 4, 8, 16 could "
+        "not be compared (no room)"
     )
     alone = StaticShapeEngine(model, max_context_length=N, tile_widths=(1,))
     alone.prefill(PROMPT)
@@ -149,12 +150,59 @@ def test_where_widths_cannot_be_compared_the_text_goes_on_in_the_narrowest(famil
     ours, theirs = (e.verify([1], logits).logits for e in (engine, alone))
     assert mx.array_equal(ours, theirs)
     # A lack of memory passes, and so is nowhere remembered.
-    monkeypatch.undo()
-    engine.reset(0)
+    to = 0 if family == "lfm2" else 700
+    engine.reset(to)
     assert engine.tile_widths == (1, 2, 4, 8, 16)
     assert engine.note == "said before"
-    engine.prefill(PROMPT)
+    engine.prefill(PROMPT[to:])
+    fresh = StaticShapeEngine(model, max_context_length=N)
+    fresh.prefill(PROMPT)
+    assert engine.tile_widths == fresh.tile_widths
+
+
+@pytest.mark.usefixtures("fresh_cache")
+def test_a_text_is_decoded_in_the_widths_it_would_have_alone(monkeypatch):
+    """Whatever one before it has met farther out, in whichever way the engine went back."""
+    monkeypatch.setattr(
+        survey,
+        "width_classes",
+        lambda engine, widths: {0: [widths], 768: [(4, 8, 16)], 3840: [widths[:1]]}[
+            engine.processed_token_count
+        ],
+    )
+    model = tiny_model("llama")
+    engine = StaticShapeEngine(model, max_context_length=6000)
+    image = engine.image()
+    far = PROMPT * 4
+    for to, expected in ((0, (1, 2, 4, 8, 16)), (500, (1, 2, 4, 8, 16)), (900, (4, 8, 16))):
+        engine.reset(0)
+        engine.prefill(far)
+        assert engine.tile_widths == (1,)
+        engine.reset(to)
+        engine.verify([1])
+        assert engine.tile_widths == expected
+        assert ("3840" in (engine.note or "")) is False
+    engine.reset(0)
+    engine.prefill(far)
+    engine.restore(image)
     assert engine.tile_widths == (1, 2, 4, 8, 16)
+
+
+@pytest.mark.usefixtures("fresh_cache")
+def test_a_kept_engine_drafts_in_the_text_after_one_that_left_it_one_row(monkeypatch):
+    monkeypatch.setattr(
+        survey,
+        "width_classes",
+        lambda engine, widths: [widths[:1]] if engine.processed_token_count else [widths],
+    )
+    engine = StaticShapeEngine(tiny_model("llama"), max_context_length=N)
+    for prompt, row in ((PROMPT[:800], 1), (PROMPT[:100], 16)):
+        decoder = SpeculativeDecoder(engine, PromptLookup(), SpeculativeDecodingOptions(4))
+        list(decoder.generate(prompt, max_tokens=30))
+        assert engine.verify_tile_width == row
+        assert decoder.stats.why_off is None
+        assert (decoder.stats.drafted > 0) is (row > 1)
+        assert (decoder.stats.note is None) is (row > 1)
 
 
 def in_no_row_alike(window_mask, keys=1024):
@@ -196,6 +244,7 @@ def test_where_no_width_is_known_to_agree_a_draft_changes_nothing(family, why, m
         tokens = [e.token for e in decoder.generate(PROMPT[:750], max_tokens=60)]
         assert engine.tile_widths == (2,)
         assert why in decoder.stats.note
+        assert ("no drafts from 768 tokens on" in decoder.stats.note) is (family == "llama")
         return tokens
 
     plain = generated(None, True)

@@ -81,12 +81,15 @@ class ComparedRegimes:
     Args:
         limits: Where spans end and keys become quantised.
         context_length: Most tokens of the context.
-        compared: Where they have been; whoever compares adds to it.
+
+    Attributes:
+        compared: Where they have been, with the widths in use as the outcome; whoever compares
+            sets it. A context begins in the first.
     """
 
-    def __init__(self, limits: TileLimits, context_length: int, compared: set[Regime]):
+    def __init__(self, limits: TileLimits, context_length: int):
         self._limits = limits
-        self.compared = compared
+        self.compared = {Regime()}
         # At most eight; asked for at every block.
         self._begins = {
             regime: regime.position(limits.spans, limits.quantized_from)

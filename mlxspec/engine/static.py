@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -113,8 +113,6 @@ class StaticShapeEngine(OneSequence):
         self._exact = exact
         # Whether widths are used only as far as they are known to compute the same bits.
         self._compares = exact and tile_widths is None and placement != "aligned"
-        # Before anything is decoded they are, where a context begins.
-        self._compared = {Regime()}
         options: dict[str, Any] = {
             "placement": placement,
             "prefill_step_size": prefill_step_size,
@@ -183,6 +181,11 @@ class StaticShapeEngine(OneSequence):
     def tile_widths(self) -> tuple[int, ...]:
         """The ladder, ascending."""
         return self._widths
+
+    @property
+    def note(self) -> str | None:
+        """What a user should know of how the engine runs, or None."""
+        return "; ".join([*self._notes.values(), *self._places.values()]) or None
 
     @property
     def first_tile_widths(self) -> tuple[int, ...]:
@@ -290,7 +293,8 @@ class StaticShapeEngine(OneSequence):
             widths = tuple(sorted({*ladder, *alike}))
             if widths == ladder:
                 return self
-            notes = _given_up(widths, looked_at)
+            if widths != looked_at:
+                notes["widths"] = _given_up(widths, looked_at)
         if "price" in self._notes:
             notes["price"] = self._notes["price"]
         engine = self.twin(widths)
@@ -300,43 +304,34 @@ class StaticShapeEngine(OneSequence):
         return engine
 
     def _examine(self, position: int) -> None:
-        """Compare the ladder's widths where `position` is the first to meet other kernels.
+        """Use the widths that compute the same bits where this position's row runs.
 
-        What is left of the ladder is a part of one class here and was one before, so positions
-        behind see no other bits. Where no part is one, the narrowest width goes on, with what is
-        the same whatever was drafted: one position a tile, or one row for every position.
+        Of the ladder they are what is one class there, so they depend on nothing but where the
+        engine stands: not on how it came there, nor on what was drafted. Where no part of the
+        ladder is one class, the narrowest width goes on, with what is the same whatever was
+        drafted: one position a tile, or one row for every position.
         """
-        if self._reach.compared_at(position):
-            return
         regime = self._regimes.at(position)
-        begin = self._regimes.begin(regime)
-        quantized = self._limits.quantized_at(begin)
-        kept, reason = self._survey.equal_at(begin, self._widths, quantized)
-        if kept != self._widths:
-            where, widths = f" from {begin} tokens on", kept or self._widths[:1]
-            if kept or (self._recurrent and widths != (1,)):
-                self._notes |= _given_up(widths, self._widths, where, reason)
-            else:
-                ladder = ", ".join(map(str, self._widths))
-                self._notes[f"widths{where}"] = (
-                    f"no drafts{where}: the rows of tile widths {ladder} {reason}"
-                )
-            self._decode_in(widths, rows_agree=bool(kept))
-        self._compared.add(regime)
-
-    def _forget_places_after(self, cursor: int) -> None:
-        """Take back what was given up farther out than where the engine stands now.
-
-        The whole ladder is used again, and what is given up here is at the next call: which
-        widths a text is decoded in must not depend on one before it that came farther.
-        """
-        if self._compared <= {Regime(), self._regimes.at(cursor)}:
+        if not self._compares or regime in self._regimes.compared:
             return
-        # First, should Ctrl-C arrive here: what is not known to be compared is compared again.
-        self._compared.intersection_update({Regime()})
-        self._decode_in(self._ladder)
-        for about in [about for about in self._notes if about.startswith("widths from")]:
-            del self._notes[about]
+        kept, reason, begin = self._ladder, "", self._regimes.begin(regime)
+        if regime != Regime():
+            quantized = self._limits.quantized_at(begin)
+            kept, reason = self._survey.equal_at(begin, self._ladder, quantized)
+        widths = kept or self._ladder[:1]
+        # What is given up farther out than here is taken back.
+        passed = [about for about in self._places if about < begin]
+        places = {about: self._places[about] for about in passed}
+        if kept != self._ladder:
+            ladder = ", ".join(map(str, self._ladder))
+            where = f" from {begin} tokens on"
+            alone = not kept and (widths == (1,) or not self._recurrent)
+            places[begin] = (
+                f"one position a forward{where}: the rows of tile widths {ladder} {reason}"
+                if alone
+                else _given_up(widths, self._ladder, where, reason)
+            )
+        self._decode_in(widths, rows_agree=bool(kept), regime=regime, places=places)
 
     @property
     def trace_count(self) -> int:
@@ -601,9 +596,9 @@ class StaticShapeEngine(OneSequence):
         if to == 0:
             self._history.clear()
             self._state.empty()
+            self._survey.forget_failures()
         else:
             self._mend()
-        self._forget_places_after(to)
 
     @one_call
     def image(self) -> StateImage:
@@ -646,7 +641,7 @@ class StaticShapeEngine(OneSequence):
         self._forget_unread()
         # As one, should Ctrl-C arrive here.
         self._state, self._history, self._cursor = state, tokens, count
-        self._forget_places_after(count)
+        self._survey.forget_failures()
 
     def _mend(self) -> None:
         """Take back what a call left half done that failed, or because Ctrl-C came inside.
@@ -661,7 +656,6 @@ class StaticShapeEngine(OneSequence):
                 self._rollout = self._ahead = None
                 state.empty()
             state.journal = None
-            self._forget_places_after(0)
         elif state.journal is not None:
             # All that was written is doubted anyhow, whatever they would say of it.
             self._rollout = self._ahead = None
@@ -681,21 +675,36 @@ class StaticShapeEngine(OneSequence):
     def _quantize_from(self, position: int | None) -> None:
         """Show keys quantised from this position on; None is nowhere."""
         self._limits = TileLimits(self._spans, position)
-        self._regimes = ComparedRegimes(self._limits, self._context_length, self._compared)
+        self._regimes = ComparedRegimes(self._limits, self._context_length)
 
-    def _decode_in(self, widths: tuple[int, ...], *, rows_agree: bool = True) -> None:
+    def _decode_in(
+        self,
+        widths: tuple[int, ...],
+        *,
+        rows_agree: bool = True,
+        regime: Regime = Regime(),  # noqa: B008
+        places: Mapping[int, str] | None = None,
+    ) -> None:
         """Use these widths: the ladder, or the part of it that computes the same bits.
 
         Args:
             widths: Ascending.
             rows_agree: Whether a position is known to come out the same in all of their rows.
+            regime: Where that is so.
+            places: What is to say of widths that are given up, by the position from which on.
         """
         place = tile_placement(
             self._placement, widths, self._limits, self._recurrent, rows_agree=rows_agree
         )
         prefill_widths = place.prefill_widths(self._step_widths)
         # As one, should Ctrl-C arrive here.
-        self._widths, self._place, self._prefill_widths = widths, place, prefill_widths
+        self._widths, self._place, self._prefill_widths, self._places, self._regimes.compared = (
+            widths,
+            place,
+            prefill_widths,
+            places or {},
+            {regime},
+        )
         self._aligned = self._placement == "aligned"
 
     def _equal_widths(self) -> tuple[int, ...]:
@@ -703,7 +712,8 @@ class StaticShapeEngine(OneSequence):
         self.width_classes, known = self._survey.classes_at(0, self._usable, engine=self)
         self.remembered["width classes"] = known
         kept = best_class(self.width_classes) if self.width_classes else self._usable[:1]
-        self._notes |= _given_up(kept, self._usable)
+        if kept != self._usable:
+            self._notes["widths"] = _given_up(kept, self._usable)
         return kept
 
     def _tile_start(self, position: int) -> int:
@@ -1008,7 +1018,7 @@ class StaticShapeEngine(OneSequence):
             self._widest,
             self._limits,
             # Even of a single width the rows may differ among themselves, but for one row's.
-            self._regimes if self._compares and self._widths != (1,) else None,
+            self._regimes if self._compares and self._ladder != (1,) else None,
             moves_by_tiles=self._recurrent or self._aligned,
             aligned=self._aligned,
         )
@@ -1051,12 +1061,10 @@ def _given_up(
     ladder: tuple[int, ...],
     where: str = "",
     reason: str = "round differently on this device",
-) -> dict[str, str]:
-    """A note about the widths of a ladder that are left out, if there are any."""
-    if kept == ladder:
-        return {}
+) -> str:
+    """A note about the widths of a ladder that are left out."""
     few, many = (", ".join(map(str, widths)) for widths in (kept, ladder))
-    return {f"widths{where}": f"tile widths {few} of {many}{where}: the others {reason}"}
+    return f"tile widths {few} of {many}{where}: the others {reason}"
 
 
 def _require_length(what: str, count: int, bound: Bound) -> None:

@@ -67,6 +67,8 @@ class WidthSurvey:
     _answers: dict[Any, tuple[tuple[int, ...], str]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    # Those of them that are due to a failure, which may pass.
+    _failures: set[Any] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def widths(self, ladder: tuple[int, ...]) -> tuple[int, ...]:
         """The ladder, and the widths that it may be widened by, ascending."""
@@ -176,7 +178,8 @@ class WidthSurvey:
             try:
                 classes, _ = self.classes_at(position, ladder, quantized)
             except Exception as failure:  # whatever a device meets: a text is not ended by this
-                return (), f"could not be compared ({in_words(failure)})"
+                reason = f"could not be compared ({in_words(failure)})"
+                self._failures.add(question)
         else:
             reason = "have no room to be compared"
         if self.is_recurrent:
@@ -184,6 +187,11 @@ class WidthSurvey:
         answer = best_class(classes) if classes else (), reason
         self._answers[question] = answer
         return answer
+
+    def forget_failures(self) -> None:
+        """Compare again what could not be compared: another sequence begins."""
+        while self._failures:
+            self._answers.pop(self._failures.pop(), None)
 
     def _stand_in(self, position: int, widths: tuple[int, ...], quantized: bool) -> StandIn:
         """Another engine that stands at this position."""

@@ -142,10 +142,8 @@ class SpeculativeDecoder:
             # The first `next`, inside `generate`: the engine is held from the call on, and an
             # emission generator that is closed or forgotten before its first token frees it.
             yield _HELD
-            self._prefill(prompt, progress)
-            # Where the engine stands now decides in which tiles.
-            self.stats.note = self.engine.note
             self._drafts.begin()
+            self._prefill(prompt, progress)
             anchor = prompt[-1]
             room = self.engine.max_context_length - len(prompt)
             wanted = most = room if max_tokens < 0 else min(max_tokens, room)

@@ -75,6 +75,7 @@ class Drafts:
         # Rounds in a row that had no draft to use.
         self._quiet = 0
         self._before = _Spent.by(stats)
+        self._widths_before = self._widths
         # When rows were read last, how long the caller then had the token, and what the forward
         # took where that can be told.
         self._read_at = 0.0
@@ -92,8 +93,7 @@ class Drafts:
         self._adaptive = None
         if self._on and self._options.adapts:
             costs = getattr(self._engine, "tile_costs", ASSUMED_COSTS)
-            narrowest = getattr(self._engine, "tile_widths", (1,))[0]
-            self._adaptive = AdaptiveDraftCount(costs, narrowest)
+            self._adaptive = AdaptiveDraftCount(costs, self._widths[0])
 
     def begin_prompt(self, prompt: Sequence[int], shared: int) -> None:
         """The drafter goes on from what it has seen, or begins anew.
@@ -143,6 +143,7 @@ class Drafts:
             DrafterError: The drafter proposed something that is no token of the target.
         """
         self._before = _Spent.by(self._stats)
+        self._widths_before = self._widths
         self._caller_took = self._clock() - self._read_at
         self._certain = 0
         draft: list[int] | DeviceDraft = []
@@ -200,6 +201,8 @@ class Drafts:
                 width=self.tile_width,
                 seconds=took or 0.0,
                 usual=took is not None
+                # The engine finds out where it stands, and may then have run another tile.
+                and self._widths == self._widths_before
                 and now.forwards - before.forwards == 1
                 and now.traces == before.traces,
             )
@@ -244,7 +247,12 @@ class Drafts:
             budget = budget_for(drafter, history, limit, None)
             return checked_proposal(drafter, history, budget, vocab_size)
         count.begin(
-            history, limit, lambda k: self._tile_width_for(certain + k), certain, begun=begun
+            history,
+            limit,
+            lambda k: self._tile_width_for(certain + k),
+            certain,
+            begun=begun,
+            plain_width=self._widths[0],
         )
         budget = budget_for(drafter, history, limit, count.budget)
         begin = self._clock()
@@ -264,6 +272,12 @@ class Drafts:
         """Rows of the tile that verifies so many drafts; as many as needed where unknown."""
         width_for = getattr(self._engine, "tile_width_for", None)
         return drafts + 1 if width_for is None else width_for(drafts)
+
+    @property
+    def _widths(self) -> tuple[int, ...]:
+        """The ladder in use where the engine stands, as far as it says."""
+        widths: tuple[int, ...] = getattr(self._engine, "tile_widths", (1,))
+        return widths
 
     @property
     def _forward_count(self) -> int:

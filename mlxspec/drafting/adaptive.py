@@ -185,6 +185,7 @@ class AdaptiveDraftCount:
         certain: int = 0,
         *,
         begun: bool = False,
+        plain_width: int | None = None,
     ) -> None:
         """A round begins.
 
@@ -195,7 +196,9 @@ class AdaptiveDraftCount:
             certain: Tokens at the history's end that the round verifies and emits anyhow.
             begun: Whether its plain step is under way, so that no draft can be used and none
                 that costs time is asked for.
+            plain_width: Rows of the tile that decodes plainly here, if that has changed.
         """
+        self._plain_width = plain_width or self._plain_width
         self._compare(history)
         # Where all that is known of plain decoding is old, a plain step says what it costs now.
         self._limit = 0 if self._costs.outdated(self._plain_width) else limit
@@ -250,11 +253,11 @@ class AdaptiveDraftCount:
         name, evidence = source
         drafting = self._drafting(name)
         behind, self._behind = self._behind, 0.0
-        if count:
-            if not behind:
-                drafting.costs.append(seconds / count)
-            if behind or drafting.cost(self._plain_cost):
-                self._draft_seconds = seconds
+        if count and not behind:
+            drafting.costs.append(seconds / count)
+        if behind or drafting.cost(self._plain_cost):
+            # Also where nothing came of it.
+            self._draft_seconds = seconds
         count = min(count, self._limit)
         if count == 0:
             return 0
@@ -292,6 +295,8 @@ class AdaptiveDraftCount:
         if width == self._plain_width:
             self._untold = 0 if usual else self._untold + 1
         spent = self._costs.of(width) + self._draft_seconds
+        if self._on_trial is not None and self._drafted is None:
+            self._failed(self._drafting(self._on_trial))
         if drafted and self._drafted is not None:
             drafting, evidence, comparable = self._drafted
             if not comparable:
@@ -300,7 +305,7 @@ class AdaptiveDraftCount:
             drafting.parked_for = 0
             on_trial = self._on_trial == drafting.name
             if on_trial and accepted == 0:
-                drafting.interval = min(2 * drafting.interval, _LONGEST_TRIAL_INTERVAL)
+                self._failed(drafting)
             elif accepted:
                 drafting.interval = 1 if on_trial else _TRIAL_INTERVAL
         self._emitted += emitted
@@ -455,6 +460,12 @@ class AdaptiveDraftCount:
     def _plain_cost(self) -> float:
         """Seconds of a plain step."""
         return self._costs.of(self._plain_width)
+
+    @staticmethod
+    def _failed(drafting: _Drafting) -> None:
+        """A trial came to nothing: the next one is later."""
+        drafting.parked_for = 0
+        drafting.interval = min(2 * drafting.interval, _LONGEST_TRIAL_INTERVAL)
 
     def _drafting(self, name: str) -> _Drafting:
         return self._sources.setdefault(name, _Drafting(name))

@@ -125,7 +125,9 @@ class DraftModel:
         pending = length - engine.processed_token_count
         if pending <= min(engine.verify_tile_width, engine.max_verify_block_length):
             return 0.0
-        return engine.tile_costs.of(pending)
+        # Of tiles as wide as were measured; prefill's are no dearer by the row.
+        costs, widest = engine.tile_costs, engine.tile_costs.widths[-1]
+        return costs.of(pending) if pending <= widest else costs.of(widest) * pending / widest
 
     def require_vocabulary(self, vocab_size: int, tokenizer: Any) -> None:
         """See `TargetedDrafter`. Without both tokenizers the sizes alone are compared."""

@@ -75,6 +75,36 @@ def test_a_parked_model_is_asked_only_where_the_text_can_bear_what_it_has_to_tak
     assert asked or not adaptive.awaits
 
 
+@pytest.mark.parametrize("behind", [0.0, 1.0])
+def test_a_model_that_takes_its_time_and_proposes_nothing_costs_no_more_than_any(behind):
+    """As one in doubt from its first token on, or one whose guesses a grammar forbids."""
+    adaptive = AdaptiveDraftCount(FLAT)
+    history, plain, spent = [1], FLAT.of(1), 0.0
+    for _ in range(LENGTH):
+        adaptive.begin(history, 31, width_of)
+        seconds = 0.3 * adaptive.budget("model", 0.3, behind)
+        seconds += behind * (seconds > 0)
+        adaptive.keep(("model", 0), 0, seconds)
+        adaptive.record(drafted=0, accepted=0, emitted=1, width=1, seconds=plain)
+        spent += plain + seconds
+        history.append(1)
+    assert spent > LENGTH * plain
+    assert LENGTH * plain / spent >= FLOOR
+
+
+def test_where_plain_steps_become_dearer_farther_out_drafts_still_pay():
+    adaptive = AdaptiveDraftCount(TileCosts(((1, 1.0), (2, 1.3), (32, 2.0))))
+    history = [1]
+    for _ in range(600):
+        adaptive.begin(history, 0, lambda k: 2 if k < 2 else 32, plain_width=2)
+        adaptive.budget("model", 0.02)
+        adaptive.keep(("model", 0), 0, 0.0)
+        adaptive.record(drafted=0, accepted=0, emitted=1, width=2, seconds=1.3)
+        history.append(1)
+    adaptive.begin(history, 31, lambda k: 2 if k < 2 else 32, plain_width=2)
+    assert adaptive.budget("model", 0.02) > 0
+
+
 def test_what_a_model_took_in_is_no_part_of_what_its_tokens_cost():
     adaptive = AdaptiveDraftCount(FLAT)
     adaptive.begin([1], 31, width_of)

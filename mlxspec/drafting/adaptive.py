@@ -172,7 +172,9 @@ class AdaptiveDraftCount:
         self._untold = 0
         self.parked = False
         self._draft_seconds = 0.0
-        # What the source that is asked in this round needs before its first token.
+        # The sources that cost time and are asked in this round, and what they need before their
+        # first token.
+        self._asked: set[str] = set()
         self._behind = 0.0
         self._drafted: tuple[_Drafting, int, bool] | None = None
         self._on_trial: str | None = None
@@ -207,6 +209,7 @@ class AdaptiveDraftCount:
         self._begun, self._wanted = begun, False
         self.parked = False
         self._draft_seconds = self._behind = 0.0
+        self._asked.clear()
         self._drafted = None
         self._on_trial = None
 
@@ -222,21 +225,27 @@ class AdaptiveDraftCount:
         """
         drafting = self._drafting(name)
         drafting.foretold = seconds_per_token
-        self._behind = drafting.behind = seconds_behind
+        drafting.behind = seconds_behind
         cost = drafting.cost(self._plain_cost)
         if cost == 0.0 or self._limit == 0 or name == _CERTAIN:
             return self._limit
         # What evidence there will be is not known yet: as much as last time.
+        asked_before, self._behind = self._behind, self._behind + seconds_behind
         count = self._best(drafting, drafting.choice[0], self._limit, cost)
         if count and self._begun:
             self._wanted = True
+            self._behind = asked_before
             return 0
         if count == 0:
             self.parked = True
             drafting.parked_for += 1
             if drafting.parked_for >= drafting.interval and not self._begun:
                 count = self._trial(cost, seconds_behind)
-                self._on_trial = name if count else None
+                self._on_trial = name if count else self._on_trial
+        if count:
+            self._asked.add(name)
+        else:
+            self._behind = asked_before
         return count
 
     def keep(
@@ -253,9 +262,9 @@ class AdaptiveDraftCount:
         name, evidence = source
         drafting = self._drafting(name)
         behind, self._behind = self._behind, 0.0
-        if count and not behind:
+        if count and not behind and self._asked <= {name}:
             drafting.costs.append(seconds / count)
-        if behind or drafting.cost(self._plain_cost):
+        if behind or self._asked or drafting.cost(self._plain_cost):
             # Also where nothing came of it.
             self._draft_seconds = seconds
         count = min(count, self._limit)
@@ -295,8 +304,9 @@ class AdaptiveDraftCount:
         if width == self._plain_width:
             self._untold = 0 if usual else self._untold + 1
         spent = self._costs.of(width) + self._draft_seconds
-        if self._on_trial is not None and self._drafted is None:
-            self._failed(self._drafting(self._on_trial))
+        trial, drafted_by = self._on_trial, self._drafted and self._drafted[0].name
+        if trial is not None and trial != drafted_by:
+            self._failed(self._drafting(trial))
         if drafted and self._drafted is not None:
             drafting, evidence, comparable = self._drafted
             if not comparable:

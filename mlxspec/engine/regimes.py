@@ -89,7 +89,7 @@ class ComparedRegimes:
 
     def __init__(self, limits: TileLimits, context_length: int):
         self._limits = limits
-        self.compared = {Regime()}
+        self.compared = {self.at(0)}
         # At most eight; asked for at every block.
         self._begins = {
             regime: regime.position(limits.spans, limits.quantized_from)

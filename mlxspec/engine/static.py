@@ -312,10 +312,13 @@ class StaticShapeEngine(OneSequence):
         drafted: one position a tile, or one row for every position.
         """
         regime = self._regimes.at(position)
-        if not self._compares or regime in self._regimes.compared:
+        known = not self._compares or self._ladder == (1,) or regime in self._regimes.compared
+        if known:
             return
         kept, reason, begin = self._ladder, "", self._regimes.begin(regime)
-        if regime != Regime():
+        if self._regimes.at(begin) != regime:
+            kept, reason = (), "cannot be compared before attention takes other kernels"
+        elif regime != self._regimes.at(0):
             quantized = self._limits.quantized_at(begin)
             kept, reason = self._survey.equal_at(begin, self._ladder, quantized)
         widths = kept or self._ladder[:1]
@@ -325,12 +328,12 @@ class StaticShapeEngine(OneSequence):
         if kept != self._ladder:
             ladder = ", ".join(map(str, self._ladder))
             where = f" from {begin} tokens on"
-            alone = not kept and (widths == (1,) or not self._recurrent)
-            places[begin] = (
-                f"one position a forward{where}: the rows of tile widths {ladder} {reason}"
-                if alone
-                else _given_up(widths, self._ladder, where, reason)
-            )
+            if not kept and (widths == (1,) or not self._recurrent):
+                places[begin] = (
+                    f"one position a forward{where}: the rows of tile widths {ladder} {reason}"
+                )
+            elif widths != self._ladder:
+                places[begin] = _given_up(widths, self._ladder, where, reason)
         self._decode_in(widths, rows_agree=bool(kept), regime=regime, places=places)
 
     @property
@@ -641,7 +644,9 @@ class StaticShapeEngine(OneSequence):
         self._forget_unread()
         # As one, should Ctrl-C arrive here.
         self._state, self._history, self._cursor = state, tokens, count
-        self._survey.forget_failures()
+        if self._survey.forget_failures():
+            # The next call finds out again which widths are left here.
+            self._regimes.compared = set()
 
     def _mend(self) -> None:
         """Take back what a call left half done that failed, or because Ctrl-C came inside.
@@ -682,7 +687,7 @@ class StaticShapeEngine(OneSequence):
         widths: tuple[int, ...],
         *,
         rows_agree: bool = True,
-        regime: Regime = Regime(),  # noqa: B008
+        regime: Regime | None = None,
         places: Mapping[int, str] | None = None,
     ) -> None:
         """Use these widths: the ladder, or the part of it that computes the same bits.
@@ -690,13 +695,14 @@ class StaticShapeEngine(OneSequence):
         Args:
             widths: Ascending.
             rows_agree: Whether a position is known to come out the same in all of their rows.
-            regime: Where that is so.
+            regime: Where that is so; None is where a context begins.
             places: What is to say of widths that are given up, by the position from which on.
         """
         place = tile_placement(
             self._placement, widths, self._limits, self._recurrent, rows_agree=rows_agree
         )
         prefill_widths = place.prefill_widths(self._step_widths)
+        regime = self._regimes.at(0) if regime is None else regime
         # As one, should Ctrl-C arrive here.
         self._widths, self._place, self._prefill_widths, self._places, self._regimes.compared = (
             widths,

@@ -26,7 +26,7 @@ from mlxspec.engine.exactness import (
 )
 from mlxspec.engine.measurements import measured_in
 from mlxspec.engine.protocol import SpeculativeEngine
-from mlxspec.engine.regimes import Measured, reachable
+from mlxspec.engine.regimes import Measured, Regime, reachable
 from mlxspec.engine.spans import TileLimits
 from mlxspec.engine.support import context_limit
 from mlxspec.errors import in_words
@@ -102,6 +102,9 @@ class WidthSurvey:
             if position + 2 * widths[-1] >= self.context_length and begun:
                 continue
             quantized = limits.quantized_at(position)
+            if Regime.of(limits.spans.span(position), quantized) != regime:
+                # It ends before a span begins in it.
+                continue
             classes, known = self.classes_at(position, widths, quantized)
             costs, also_known = self.costs_at(position, widths, quantized)
             yield Measured(regime, position, classes, costs, known and also_known)
@@ -188,10 +191,17 @@ class WidthSurvey:
         self._answers[question] = answer
         return answer
 
-    def forget_failures(self) -> None:
-        """Compare again what could not be compared: another sequence begins."""
-        while self._failures:
-            self._answers.pop(self._failures.pop(), None)
+    def forget_failures(self) -> bool:
+        """Compare again what could not be compared: another sequence begins.
+
+        Returns:
+            Whether there was any.
+        """
+        failures = list(self._failures)
+        for question in failures:
+            self._answers.pop(question, None)
+        self._failures.clear()
+        return bool(failures)
 
     def _stand_in(self, position: int, widths: tuple[int, ...], quantized: bool) -> StandIn:
         """Another engine that stands at this position."""

@@ -92,6 +92,23 @@ def test_a_model_that_takes_its_time_and_proposes_nothing_costs_no_more_than_any
     assert LENGTH * plain / spent >= FLOOR
 
 
+def test_a_model_that_proposes_nothing_is_charged_though_lookup_is_asked_after_it():
+    adaptive = AdaptiveDraftCount(FLAT)
+    history, plain, spent, asked = [1], FLAT.of(1), 0.0, 0
+    for _ in range(LENGTH):
+        adaptive.begin(history, 31, width_of)
+        wanted = adaptive.budget("model", 0.3, 0.2) > 0
+        asked += wanted
+        assert adaptive.budget("lookup") == 31
+        seconds = 0.5 * wanted
+        assert adaptive.keep(("lookup", 3), 1, seconds, [9]) in (0, 1)
+        adaptive.record(drafted=0, accepted=0, emitted=1, width=1, seconds=plain)
+        spent += plain + seconds
+        history.append(1)
+    assert 0 < asked < 20
+    assert LENGTH * plain / spent >= FLOOR
+
+
 def test_where_plain_steps_become_dearer_farther_out_drafts_still_pay():
     adaptive = AdaptiveDraftCount(TileCosts(((1, 1.0), (2, 1.3), (32, 2.0))))
     history = [1]

@@ -336,7 +336,7 @@ def test_a_draft_model_says_what_it_has_yet_to_take_in():
     assert drafter.seconds_behind(held) == drafter.seconds_behind(held + tile) == 0.0
     assert drafter.seconds_behind(held + tile + 1) > 0.0
     widest = costs.widths[-1]
-    assert drafter.seconds_behind(held + 5 * widest) == 5 * costs.of(widest)
+    assert drafter.seconds_behind(held + 5 * widest) == pytest.approx(5 * costs.of(widest))
 
 
 def test_seconds_are_counted_as_the_drafts_and_the_tiles():

@@ -243,6 +243,50 @@ def test_a_rejected_draft_leaves_the_widths_that_plain_decoding_has(align, faili
 
 
 @pytest.mark.usefixtures("fresh_cache")
+def test_where_the_first_span_is_long_the_widths_compared_first_are_those_in_use(monkeypatch):
+    loses_a_key_far_out(monkeypatch, widths=(1,))
+    engine = StaticShapeEngine(tiny_model("llama"), max_context_length=3000, span_step=1024)
+    assert engine.width_classes == [(1,), (2, 4, 8, 16)]
+    assert engine.tile_widths == (2, 4, 8, 16)
+    engine.prefill(PROMPT[:20])
+    engine.verify([1, 2, 3])
+    assert engine.tile_widths == (2, 4, 8, 16)
+    assert engine.note.count("tile widths") == 1
+
+
+@pytest.mark.usefixtures("fresh_cache")
+def test_quantised_keys_that_no_span_begins_with_are_decoded_one_by_one():
+    model = model_from_config(tiny_configs()["llama"] | {"head_dim": 32})
+    set_random_weights(model, seed=0)
+    options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 730}
+    engine = StaticShapeEngine(model, max_context_length=N, **options)
+    engine.prefill(PROMPT[:740])
+    assert engine.tile_widths == (1,)
+    assert "one position a forward from 768" in engine.note
+    engine.prefill(PROMPT[740:800])
+    assert engine.tile_widths == (1, 2, 4, 8, 16)
+    places = [each.regime for each in engine.measured()]
+    assert Regime(1024, True) in places
+    assert Regime(0, True) not in places
+
+
+@pytest.mark.usefixtures("fresh_cache")
+def test_a_restored_text_is_compared_again_where_that_failed(monkeypatch):
+    engine = StaticShapeEngine(tiny_model("llama"), max_context_length=N)
+
+    def no_room(state, position):
+        raise RuntimeError("no room")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelState, "pretend", no_room)
+        engine.prefill(PROMPT[:800])
+    assert engine.tile_widths == (1,)
+    engine.restore(engine.image())
+    engine.prefill([])
+    assert engine.tile_widths == (1, 2, 4, 8, 16)
+
+
+@pytest.mark.usefixtures("fresh_cache")
 def test_a_kept_engine_drafts_in_the_text_after_one_that_left_it_one_row(monkeypatch):
     monkeypatch.setattr(
         survey,

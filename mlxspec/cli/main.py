@@ -51,12 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    typed = words[0] if words else None
     # mlx-lm writes its commands' names with underscores.
-    name = words[0].replace("_", "-") if words else None
+    name = typed and typed.replace("_", "-")
     if name in COMMANDS:
         command_main = import_module(COMMANDS[name].module).main
         return command_main(words[1:])
-    return run_command("mlxspec", lambda: _answer(words[0] if words else None))
+    return run_command("mlxspec", lambda: _answer(typed))
 
 
 def _help() -> str:

@@ -311,10 +311,9 @@ class StaticShapeEngine(OneSequence):
         ladder is one class, the narrowest width goes on, with what is the same whatever was
         drafted: one position a tile, or one row for every position.
         """
-        regime = self._regimes.at(position)
-        known = not self._compares or self._ladder == (1,) or regime in self._regimes.compared
-        if known:
+        if self._reach.compared_at(position):
             return
+        regime = self._regimes.at(position)
         kept, reason, begin = self._ladder, "", self._regimes.begin(regime)
         if self._regimes.at(begin) != regime:
             kept, reason = (), "cannot be compared before attention takes other kernels"

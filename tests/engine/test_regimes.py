@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from contextlib import contextmanager
 
 import mlx.core as mx
 import pytest
@@ -125,18 +126,26 @@ def test_where_a_context_has_no_room_to_compare_one_width_is_left():
     assert engine.tile_widths == (1,)
 
 
-@pytest.mark.usefixtures("fresh_cache")
-@pytest.mark.parametrize("family", ["llama", "lfm2"])
-def test_where_widths_cannot_be_compared_the_text_goes_on_in_the_narrowest(family, monkeypatch):
-    model = tiny_model(family)
-    engine = StaticShapeEngine(model, max_context_length=N)
-    engine._notes["copies"] = "said before"
+@contextmanager
+def no_room_to_compare():
+    """There is no memory for another state that stands far out."""
 
     def no_room(state, position):
         raise RuntimeError("no room")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ModelState, "pretend", no_room)
+        yield
+
+
+@pytest.mark.usefixtures("fresh_cache")
+@pytest.mark.parametrize("family", ["llama", "lfm2"])
+def test_where_widths_cannot_be_compared_the_text_goes_on_in_the_narrowest(family):
+    model = tiny_model(family)
+    engine = StaticShapeEngine(model, max_context_length=N)
+    engine._notes["copies"] = "said before"
+
+    with no_room_to_compare():
         engine.prefill(PROMPT)
     assert list(engine.tokens) == PROMPT
     assert engine.tile_widths == (1,)
@@ -271,14 +280,10 @@ def test_quantised_keys_that_no_span_begins_with_are_decoded_one_by_one():
 
 
 @pytest.mark.usefixtures("fresh_cache")
-def test_a_restored_text_is_compared_again_where_that_failed(monkeypatch):
+def test_a_restored_text_is_compared_again_where_that_failed():
     engine = StaticShapeEngine(tiny_model("llama"), max_context_length=N)
 
-    def no_room(state, position):
-        raise RuntimeError("no room")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ModelState, "pretend", no_room)
+    with no_room_to_compare():
         engine.prefill(PROMPT[:800])
     assert engine.tile_widths == (1,)
     engine.restore(engine.image())
